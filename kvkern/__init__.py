@@ -1,0 +1,56 @@
+"""kvkern: paged latent KV cache and attention kernels for Multi-head Latent Attention."""
+
+from kvkern.backends import explain
+from kvkern.cache.batch import PagedBatch
+from kvkern.cache.pages import PageAllocator
+from kvkern.cache.prefix import PrefixIndex
+from kvkern.cache.storage import CacheView, PagedKVCache
+from kvkern.errors import (
+    ArgumentError,
+    DeviceError,
+    KvkernError,
+    LayoutError,
+    OutOfPagesError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+    UnsupportedError,
+)
+from kvkern.layout import CacheFormat
+from kvkern.ops.attention import (
+    AttentionOutput,
+    absorb_weights,
+    merge_states,
+    mla_decode,
+    mla_prefill,
+)
+from kvkern.ops.pages import PageCopy, copy_pages, gather_kv
+from kvkern.ops.write_kv import write_kv
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "AttentionOutput",
+    "CacheFormat",
+    "CacheView",
+    "DeviceError",
+    "KvkernError",
+    "LayoutError",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PageCopy",
+    "PagedBatch",
+    "PagedKVCache",
+    "PrefixIndex",
+    "ShapeMismatchError",
+    "UnsupportedDtypeError",
+    "UnsupportedError",
+    "absorb_weights",
+    "copy_pages",
+    "explain",
+    "gather_kv",
+    "merge_states",
+    "mla_decode",
+    "mla_prefill",
+    "write_kv",
+]

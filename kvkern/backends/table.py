@@ -1,0 +1,119 @@
+"""The table of backends. ``"auto"`` takes the first that neither refuses nor waits to be named."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from kvkern.errors import ArgumentError, UnsupportedError
+
+
+class Backend(NamedTuple):
+    """One implementation of an op.
+
+    ``source`` is ``"module:function"``, imported at first use, so that ``import kvkern`` needs
+    neither Triton nor a GPU. ``refuses(device, dtype)`` gives the reason it cannot run, or None.
+    ``auto_on`` lists the device types where ``"auto"`` may take it.
+    """
+
+    name: str
+    source: str
+    refuses: Callable[[torch.device, torch.dtype], str | None]
+    auto_on: tuple[str, ...]
+
+    def load(self) -> Callable[..., Any]:
+        module, function = self.source.split(":")
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return loaded
+
+
+def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype == torch.float64:
+        return "fp64 is for the reference"
+    if device.type == "cuda":
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+            return f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} is older"
+        return None
+    import triton
+
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"needs a CUDA device, got {device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
+
+
+def _never_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def _row(module: str, function: str) -> tuple[Backend, ...]:
+    """The portable pair: a Triton kernel on GPUs, its reference on CPUs and by name."""
+    return (
+        Backend("triton", f"kvkern.kernels.{module}:{function}", _triton_refuses, ("cuda",)),
+        Backend("reference", f"kvkern.reference.{module}:{function}", _never_refuses, ("cpu",)),
+    )
+
+
+TABLE: dict[str, tuple[Backend, ...]] = {
+    "write_kv": _row("write_kv", "write_kv"),
+    "mla_decode": _row("mla_decode", "mla_decode"),
+    "mla_prefill": _row("mla_prefill", "mla_prefill"),
+    "merge_states": _row("merge_states", "merge_states"),
+    "gather_kv": _row("gather_kv", "gather_kv"),
+    "copy_pages": _row("copy_pages", "copy_pages"),
+}
+
+
+def explain(
+    op: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
+) -> list[tuple[str, str | None]]:
+    """Each backend of ``op`` in order, with why ``"auto"`` passes it over, or None if it would not.
+
+    The first backend with None is the one that ``backend="auto"`` runs.
+    """
+    device = torch.device(device)
+    rows: list[tuple[str, str | None]] = []
+    for backend in _backends(op):
+        reason = backend.refuses(device, dtype)
+        if reason is None and device.type not in backend.auto_on:
+            reason = f"runs on {device.type} only when named"
+        rows.append((backend.name, reason))
+    return rows
+
+
+@lru_cache
+def choose(
+    op: str, name: str, device: torch.device, dtype: torch.dtype
+) -> Callable[..., Any]:
+    """The implementation that runs; remembered per argument, so a call costs one lookup.
+
+    Raises:
+        ArgumentError: no backend of ``op`` has this name.
+        UnsupportedError: the named backend, or each backend, refuses; with its reason.
+    """
+    backends = _backends(op)
+    if name != "auto":
+        for backend in backends:
+            if backend.name == name:
+                reason = backend.refuses(device, dtype)
+                if reason is not None:
+                    raise UnsupportedError(f"{op}: backend {name!r} refuses: {reason}")
+                return backend.load()
+        names = ", ".join(["auto", *(backend.name for backend in backends)])
+        raise ArgumentError(f"backend: want one of {names}; got {name!r}")
+    rows = explain(op, device, dtype)
+    for backend, (_, reason) in zip(backends, rows, strict=True):
+        if reason is None:
+            return backend.load()
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rows)
+    raise UnsupportedError(f"{op}: no backend runs this call ({reasons})")
+
+
+def _backends(op: str) -> tuple[Backend, ...]:
+    if op not in TABLE:
+        raise ArgumentError(f"op: want one of {', '.join(TABLE)}; got {op!r}")
+    return TABLE[op]

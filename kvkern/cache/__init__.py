@@ -1,0 +1,1 @@
+"""Cache objects: storage, pages, prefixes, and one step's batch."""

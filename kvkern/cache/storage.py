@@ -1,0 +1,173 @@
+"""PagedKVCache: one allocation for all layers, and the typed views of it that ops take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkern.cache.batch import PagedBatch
+from kvkern.errors import ArgumentError, DeviceError
+from kvkern.layout import CacheFormat
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer's pages as typed views of the same bytes (P pages, G scale groups)."""
+
+    format: CacheFormat
+    latent: Tensor  # [P, page_size, L]
+    rope: Tensor  # [P, page_size, R]
+    group_scales: Tensor | None  # fp32 [P, page_size, G], fp8_ds_mla only
+    layer_scales: Tensor | None  # fp32 [2] (latent, rope), fp8 only; real = stored * scale
+
+    @property
+    def num_pages(self) -> int:
+        return self.latent.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.latent.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.latent.device
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """One layer's pages as one step's requests see them: what every op calls ``cache``."""
+
+    pages: LayerPages
+    batch: PagedBatch
+
+    @property
+    def format(self) -> CacheFormat:
+        return self.pages.format
+
+
+class PagedKVCache:
+    """Paged storage of compressed keys and values, for all layers of a model.
+
+    Args:
+        format: what a token's row looks like.
+        num_layers, num_pages, page_size: geometry, each >= 1; any page size.
+        device: where the pages live. With ``pin_memory`` (CPU only) they are page-locked, as a
+            target for ``copy_pages`` from a GPU.
+        latent_scale, rope_scale: fp8 only: real value = stored value * scale; one float, or one
+            per layer; finite and > 0. Other formats refuse anything but 1.
+
+    ``storage`` is ``uint8 [num_layers, num_pages, page_size, row_bytes]``, uninitialised: no op
+    lets the contents of an unwritten slot reach a result.
+
+    Raises:
+        ArgumentError: a size, a scale, or ``pin_memory`` off the CPU.
+    """
+
+    def __init__(
+        self,
+        format: CacheFormat,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        latent_scale: float | Sequence[float] = 1.0,
+        rope_scale: float | Sequence[float] = 1.0,
+        pin_memory: bool = False,
+    ) -> None:
+        sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ArgumentError(f"{name}: want >= 1, got {size}")
+        if pin_memory and torch.device(device).type != "cpu":
+            raise ArgumentError(f"pin_memory: want device cpu, got {device}")
+        scales = torch.stack(
+            [
+                _per_layer("latent_scale", latent_scale, num_layers),
+                _per_layer("rope_scale", rope_scale, num_layers),
+            ],
+            dim=1,
+        )
+        if not format.layer_scaled and (scales != 1).any():
+            raise ArgumentError(
+                f"latent_scale, rope_scale: want 1 for format {format.name}, "
+                f"which has no layer scales; got {latent_scale}, {rope_scale}"
+            )
+        self.format = format
+        self.page_size = page_size
+        self.storage = torch.empty(
+            num_layers,
+            num_pages,
+            page_size,
+            format.row_bytes,
+            dtype=torch.uint8,
+            device=device,
+            pin_memory=pin_memory,
+        )
+        self.host_scales: list[list[float]] = scales.tolist()  # [layer][latent, rope]
+        self.layer_scales = scales.to(device) if format.layer_scaled else None  # fp32 [layers, 2]
+        self._layers = [self._typed_views(layer) for layer in range(num_layers)]
+
+    @property
+    def num_layers(self) -> int:
+        return self.storage.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        return self.storage.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole allocation."""
+        return self.storage.numel()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers: what one more page costs."""
+        return self.num_layers * self.page_size * self.format.row_bytes
+
+    def layer(self, layer: int) -> LayerPages:
+        """One layer's typed views."""
+        if not 0 <= layer < self.num_layers:
+            raise ArgumentError(f"layer: want in [0, {self.num_layers}), got {layer}")
+        return self._layers[layer]
+
+    def view(self, layer: int, batch: PagedBatch) -> CacheView:
+        """One layer as ``batch`` sees it. Changes nothing; checks the page table once a batch."""
+        pages = self.layer(layer)
+        if batch.device != self.device:
+            raise DeviceError(f"batch: want device {self.device}, got {batch.device}")
+        batch.check_pages(self.page_size, self.num_pages)
+        return CacheView(pages, batch)
+
+    def _typed_views(self, layer: int) -> LayerPages:
+        fmt, rows = self.format, self.storage[layer]
+
+        def columns(start: int, count: int, dtype: torch.dtype) -> Tensor:
+            return rows[..., start : start + count * dtype.itemsize].view(dtype)
+
+        return LayerPages(
+            format=fmt,
+            latent=columns(0, fmt.kv_lora_rank, fmt.latent_dtype),
+            rope=columns(fmt.rope_offset, fmt.rope_dim, fmt.rope_dtype),
+            group_scales=columns(fmt.scales_offset, fmt.num_groups, torch.float32)
+            if fmt.group_scaled
+            else None,
+            layer_scales=None if self.layer_scales is None else self.layer_scales[layer],
+        )
+
+
+def _per_layer(name: str, scale: float | Sequence[float], num_layers: int) -> Tensor:
+    values = torch.as_tensor(scale, dtype=torch.float32, device="cpu")
+    if values.ndim > 1 or (values.ndim == 1 and len(values) != num_layers):
+        raise ArgumentError(
+            f"{name}: want one value or one per layer ({num_layers}), got {list(values.shape)}"
+        )
+    if not (values.isfinite() & (values > 0)).all():
+        raise ArgumentError(f"{name}: want finite and > 0, got {scale}")
+    return values.expand(num_layers)

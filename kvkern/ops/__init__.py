@@ -1,0 +1,1 @@
+"""The public ops: contract, checks, choice of backend; one file a family."""

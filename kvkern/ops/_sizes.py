@@ -1,0 +1,68 @@
+"""Shape checks for public ops: dims are letters, bound at first sight; no value is ever read."""
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvkern.errors import DeviceError, LayoutError, ShapeMismatchError, UnsupportedDtypeError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS64 = (*FLOATS, torch.float64)  # fp64: the reference only
+
+
+@lru_cache
+def _letters(dims: str) -> tuple[str, ...]:
+    return tuple(dims.split())
+
+
+class Sizes:
+    """The dims of one call.
+
+    ``Sizes(device, L=512)`` knows L; ``match("q", q, "T H L", torch.bfloat16)`` checks q against
+    what is known and binds the rest.
+    """
+
+    def __init__(self, device: torch.device, **known: int) -> None:
+        self.device = device
+        self.known = known
+
+    def __getitem__(self, letter: str) -> int:
+        return self.known[letter]
+
+    def match(
+        self,
+        name: str,
+        tensor: Tensor,
+        dims: str,
+        *dtypes: torch.dtype,
+        strides: Literal["contiguous", "rows", "any"] = "contiguous",
+    ) -> None:
+        """Check one tensor; ``strides="rows"`` asks only for a contiguous last dim.
+
+        Raises ``ShapeMismatchError``, ``UnsupportedDtypeError``, ``DeviceError``, ``LayoutError``.
+        """
+        if not isinstance(tensor, Tensor):
+            raise UnsupportedDtypeError(f"{name}: want a tensor, got {type(tensor).__name__}")
+        letters, shape, known = _letters(dims), tensor.shape, self.known
+        if len(shape) != len(letters) or any(
+            known.get(letter, size) != size for letter, size in zip(letters, shape, strict=True)
+        ):
+            raise ShapeMismatchError(f"{name}: want {self._wanted(letters)}, got {list(shape)}")
+        known.update(zip(letters, shape, strict=True))
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise UnsupportedDtypeError(f"{name}: want {wanted}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            raise DeviceError(f"{name}: want device {self.device}, got {tensor.device}")
+        if strides == "contiguous" and not tensor.is_contiguous():
+            raise LayoutError(f"{name}: want contiguous, got strides {list(tensor.stride())}")
+        if strides == "rows" and shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise LayoutError(
+                f"{name}: want a contiguous last dim, got strides {list(tensor.stride())}"
+            )
+
+    def _wanted(self, letters: tuple[str, ...]) -> str:
+        sizes = [f"{letter}={self.known.get(letter, 'any')}" for letter in letters]
+        return f"[{', '.join(sizes)}]"
