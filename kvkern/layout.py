@@ -14,6 +14,7 @@ FormatName = Literal["bf16", "fp16", "fp32", "fp8", "fp8_ds_mla"]
 E4M3_MAX = 448.0
 GROUP_SIZE = 128  # columns that share a scale in fp8_ds_mla
 MIN_GROUP_SCALE = 1e-4  # FlashMLA's floor, before rounding up to a power of two: 2**-13 is stored
+MAX_GROUP_SCALE = 2.0**119  # with the next one a stored 448 would mean infinity
 _ROW_ALIGN_BYTES = 16  # what a TMA descriptor asks of a row pitch
 
 

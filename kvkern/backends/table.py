@@ -36,6 +36,8 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "fp64 is for the reference"
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return "this machine has no CUDA device"
         if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
             return f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} is older"
         return None

@@ -7,7 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkern.errors import ArgumentError, ShapeMismatchError, UnsupportedDtypeError
+from kvkern.errors import (
+    ArgumentError,
+    LayoutError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
 
 IntArray: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
 
@@ -23,7 +28,7 @@ class _HostData(NamedTuple):
 
     @property
     def query_lens(self) -> np.ndarray:
-        return np.diff(self.input_row_offsets)
+        return np.diff(self.input_row_offsets.astype(np.int64))  # int32 could wrap around
 
     @property
     def seq_lens(self) -> np.ndarray:
@@ -47,7 +52,7 @@ class PagedBatch:
     shapes allow. Such a batch cannot be split.
 
     Raises:
-        ShapeMismatchError, UnsupportedDtypeError: a shape or dtype disagrees.
+        ShapeMismatchError, UnsupportedDtypeError, LayoutError: a shape, dtype or stride disagrees.
         ArgumentError: a value is out of range; nothing is built.
     """
 
@@ -225,7 +230,8 @@ class PagedBatch:
         return self._host
 
     def _adopt(self, offsets: Tensor, lengths: Tensor, table: Tensor) -> None:
-        if table.ndim != 2 or lengths.shape != table.shape[:1] or len(offsets) != len(lengths) + 1:
+        num = table.shape[:1]
+        if table.ndim != 2 or lengths.shape != num or offsets.shape != (num[0] + 1,):
             raise ShapeMismatchError(
                 "PagedBatch: want input_row_offsets [B+1], cache_lengths [B], page_table "
                 f"[B, max_pages]; got {list(offsets.shape)}, {list(lengths.shape)}, "
@@ -281,12 +287,15 @@ def _as_int32_tensor(name: str, array: IntArray, device: torch.device | str | No
     if array.dtype != torch.int32:
         raise UnsupportedDtypeError(f"{name}: want int32 on a device, got {array.dtype}")
     if not array.is_contiguous():
-        raise ShapeMismatchError(f"{name}: want contiguous, got strides {array.stride()}")
+        raise LayoutError(f"{name}: want contiguous, got strides {list(array.stride())}")
     return array if array.device == torch.device(device or array.device) else array.to(device)
 
 
 def _as_int32_array(name: str, array: IntArray, ndim: int) -> np.ndarray:
-    values = np.asarray(array.cpu() if isinstance(array, Tensor) else array)
+    try:
+        values = np.asarray(array.cpu() if isinstance(array, Tensor) else array)
+    except ValueError as error:  # rows of unequal length
+        raise ShapeMismatchError(f"{name}: want {ndim}-D, got a ragged list") from error
     if values.size == 0:  # numpy makes [] a 1-D float array
         values = values.reshape(values.shape + (0,) * (ndim - values.ndim)).astype(np.int32)
     if values.ndim != ndim:
@@ -294,7 +303,8 @@ def _as_int32_array(name: str, array: IntArray, ndim: int) -> np.ndarray:
     if not np.issubdtype(values.dtype, np.integer):
         raise UnsupportedDtypeError(f"{name}: want integers, got {values.dtype}")
     if values.size and (values.max() > _INT32_MAX or values.min() < -_INT32_MAX):
-        raise ArgumentError(f"{name}: want values within int32, got {values.max()}")
+        got = values.max() if values.max() > _INT32_MAX else values.min()
+        raise ArgumentError(f"{name}: want values within int32, got {got}")
     return np.array(values, dtype=np.int32, order="C")  # a copy: the caller may reuse its buffer
 
 

@@ -72,9 +72,8 @@ def write_kv(
     decoupled rope key, arXiv:2405.04434, section 2.1.
     """
     fmt, batch = cache.format, cache.batch
-    sizes = Sizes(kv.device, L=fmt.kv_lora_rank, R=fmt.rope_dim, K=fmt.row_dim)
+    sizes = Sizes(cache.pages.device, L=fmt.kv_lora_rank, R=fmt.rope_dim, K=fmt.row_dim)
     sizes.match("kv", kv, "T K", *FLOATS64, strides="rows")
-    sizes.match("cache", cache.pages.latent, "P S L", fmt.latent_dtype, strides="rows")
     sizes.match("gamma", gamma, "L", *FLOATS64)
     if freqs is not None:
         sizes.match("freqs", freqs, "N R", *FLOATS64)
@@ -104,7 +103,7 @@ def write_kv(
         raise ArgumentError(f"rounding: want once or hf, got {rounding!r}")
     if not 0 <= eps < float("inf"):
         raise ArgumentError(f"eps: want finite and >= 0, got {eps}")
-    choose("write_kv", backend, kv.device, kv.dtype)(
+    choose("write_kv", backend, sizes.device, kv.dtype)(
         cache.pages,
         batch,
         kv,

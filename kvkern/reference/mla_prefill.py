@@ -35,7 +35,7 @@ def mla_prefill(
         if num_new == 0:
             continue
         keys = _keys(k_nope[tokens], None if k_rope is None else k_rope[tokens]).to(compute)
-        values = v[tokens].to(compute)
+        values = torch.where(is_real[tokens, None, None], v[tokens].to(compute), 0.0)
         visible = torch.ones(num_new, num_new, dtype=torch.bool, device=q.device).tril()
         visible = visible & is_real[tokens]
         if cached and w_uk is not None and w_uv is not None:

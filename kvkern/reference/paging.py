@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages
-from kvkern.layout import E4M3_MAX, GROUP_SIZE, MIN_GROUP_SCALE
+from kvkern.layout import E4M3_MAX, GROUP_SIZE, MAX_GROUP_SCALE, MIN_GROUP_SCALE
 
 
 class TokenPlaces(NamedTuple):
@@ -67,10 +67,11 @@ def write_rows(
 def power_of_two_scales(groups: Tensor) -> Tensor:
     """fp32 scale of each group ``[..., GROUP_SIZE]``: amax / 448, at least 1e-4, rounded up to 2**n.
 
-    NaN does not count; an infinity counts as the largest finite number.
+    NaN does not count; an infinity counts as 448 * 2**119, which a row can hold.
     """
     amax = groups.float().abs().nan_to_num(nan=0.0).amax(-1)
-    mantissa, exponent = torch.frexp((amax / E4M3_MAX).clamp(min=MIN_GROUP_SCALE))
+    ratio = (amax / E4M3_MAX).clamp(MIN_GROUP_SCALE, MAX_GROUP_SCALE)
+    mantissa, exponent = torch.frexp(ratio)
     exponent = exponent - (mantissa == 0.5).int()  # already a power of two: 2**e is 0.5 * 2**(e+1)
     return torch.ldexp(torch.ones_like(amax), exponent)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages
-from kvkern.reference.paging import place_tokens, write_rows
+from kvkern.reference.paging import place_tokens, round_to, write_rows
 
 
 def write_kv(
@@ -37,10 +37,10 @@ def write_kv(
         rope = rotate(rope, cos, sin, interleaved)
         if q_rope is not None and q_rope_out is not None:
             rotated = rotate(q_rope.to(compute), cos[:, None], sin[:, None], interleaved)
-            q_rope_out.copy_(_zero_padding(rotated, is_real))
+            q_rope_out.copy_(round_to(_zero_padding(rotated, is_real), kv.dtype))
     row = torch.cat([latent, rope], dim=-1)
     if kv_out is not None:
-        kv_out.copy_(_zero_padding(row, is_real))
+        kv_out.copy_(round_to(_zero_padding(row, is_real), kv.dtype))
     latent, rope = row[is_real].split([fmt.kv_lora_rank, fmt.rope_dim], dim=-1)
     write_rows(pages, places.slots[is_real], latent, rope, sanitize)
 
@@ -48,7 +48,9 @@ def write_kv(
 def rms_norm(x: Tensor, gamma: Tensor, eps: float, round_hf: bool) -> Tensor:
     """Normalise the last dim; the sum of squares is taken in fp64, so its order cannot matter."""
     mean_square = x.double().square().mean(-1, keepdim=True).to(x.dtype)
-    y = x * (1.0 / torch.sqrt(mean_square + eps))
+    # fp64 for the root as well: torch's fp32 root on a CPU is not the nearest
+    root = torch.sqrt((mean_square + eps).double()).to(x.dtype)
+    y = x * (1.0 / root)
     if not round_hf:
         return y * gamma.to(x.dtype)
     y = y.to(gamma.dtype).to(x.dtype) * gamma.to(x.dtype)
@@ -70,8 +72,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _cos_sin(freqs: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows of the table; NaN for a position outside it."""
     inside = (positions >= 0) & (positions < len(freqs))
-    rows = freqs[torch.where(inside, positions, 0)].to(dtype)
-    rows = torch.where(inside[:, None], rows, torch.nan)
+    rows = torch.full((len(positions), freqs.shape[1]), torch.nan, dtype=dtype, device=freqs.device)
+    rows[inside] = freqs[positions[inside]].to(dtype)
     return rows[:, 0::2], rows[:, 1::2]
 
 

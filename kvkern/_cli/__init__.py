@@ -1,0 +1,1 @@
+"""What ``python -m kvkern`` runs: one module a command. Imported only when the command is."""

@@ -1,0 +1,341 @@
+"""``python -m kvkern check``: every op, by every backend that runs on this machine.
+
+A kernel is compared with the reference in fp64, and may err twice as much as the reference does
+in the kernel's own dtype; where it only moves or stores data, bytes must be equal. The reference
+itself is compared with formulas that are written differently here.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import kvkern
+from kvkern.backends import TABLE
+from kvkern.layout import FORMAT_NAMES, FormatName
+
+_HEADS, _LATENT, _ROPE, _NOPE, _VALUE, _PAGE_SIZE = 3, 128, 32, 64, 64, 4
+_SCALE = (_NOPE + _ROPE) ** -0.5
+_CACHED = (9, 0, 3, 8)  # tokens before the step: within a page, none, and a page's end
+_NEW = (1, 5, 0, 7)
+_ENDS = tuple(cached + new for cached, new in zip(_CACHED, _NEW, strict=True))
+_NUM_PAGES = 16
+_KERNEL_DTYPE = torch.bfloat16
+_MOVES_DATA = ("gather_kv", "copy_pages")
+
+
+class Result(NamedTuple):
+    """How far one backend is from the truth, and how far it may be."""
+
+    op: str
+    backend: str
+    case: str
+    error: float
+    allowed: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+
+def run(settings: argparse.Namespace) -> int:
+    """Print a line for each op, backend and case. Returns 1 if any of them is wrong."""
+    num_wrong = 0
+    print(f"{'op':14}{'backend':12}{'case':22}{'max error':>11}{'allowed':>11}")
+    for result in check_ops(settings.device):
+        num_wrong += not result.is_right
+        print(
+            f"{result.op:14}{result.backend:12}{result.case:22}{result.error:11.1e}"
+            f"{result.allowed:11.1e}  {'ok' if result.is_right else 'WRONG'}",
+            flush=True,
+        )
+    print(f"{num_wrong} wrong" if num_wrong else f"all right on {settings.device}")
+    return 1 if num_wrong else 0
+
+
+def check_ops(device: torch.device) -> Iterator[Result]:
+    """Compare every backend that does not refuse this device."""
+    for op, backends in TABLE.items():
+        case = _Case(device, torch.float64, torch.float64, "fp32")
+        want = _SECOND_FORMULATIONS[op](case)
+        # lse and stored rows are fp32 at best
+        eps = 0.0 if op in _MOVES_DATA else 8 * torch.finfo(torch.float32).eps
+        allowed = eps * _largest(want)
+        got = _OPS[op](case, "reference")
+        yield Result(op, "reference", "fp64, second formula", _largest(got - want), allowed)
+        for backend in backends:
+            dtype = torch.uint8 if op == "copy_pages" else _KERNEL_DTYPE
+            if backend.name != "reference" and backend.refuses(device, dtype) is None:
+                yield from _check_kernel(op, backend.name, device)
+
+
+def _check_kernel(op: str, backend: str, device: torch.device) -> Iterator[Result]:
+    formats = ("bf16",) if op in ("merge_states", "copy_pages") else FORMAT_NAMES
+    for name in formats:
+        case = _Case(device, _KERNEL_DTYPE, _KERNEL_DTYPE, name)
+        got, same_dtype = _OPS[op](case, backend), _OPS[op](case, "reference")
+        if op == "write_kv" or op in _MOVES_DATA:
+            want, allowed = same_dtype, 0.0
+        else:
+            want = _OPS[op](replace(case, compute=torch.float64), "reference")
+            eps = torch.finfo(_KERNEL_DTYPE).eps
+            allowed = 2 * _largest(same_dtype - want) + eps * _largest(want)
+        yield Result(op, backend, f"{name} cache", _largest(got - want), allowed)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Four ragged requests over shuffled pages; equal arguments give equal inputs."""
+
+    device: torch.device
+    rounded: torch.dtype  # what the inputs are rounded to
+    compute: torch.dtype  # what the ops get them in
+    format_name: FormatName
+
+    def randn(self, seed: int, *shape: int) -> Tensor:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return values.to(self.rounded).to(self.device, self.compute)
+
+    @cached_property
+    def freqs(self) -> Tensor:
+        angles = torch.arange(max(_ENDS))[:, None] * 0.7 ** torch.arange(_ROPE // 2)
+        table = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)
+        return table.to(self.device)
+
+    @cached_property
+    def pages(self) -> list[list[int]]:
+        """Of each request."""
+        shuffled = torch.randperm(_NUM_PAGES, generator=torch.Generator().manual_seed(1)).tolist()
+        return [[shuffled.pop() for _ in range(-(-end // _PAGE_SIZE))] for end in _ENDS]
+
+    def batch(self, cached: tuple[int, ...], new: tuple[int, ...]) -> kvkern.PagedBatch:
+        offsets = [sum(new[:i]) for i in range(len(new) + 1)]
+        width = max(map(len, self.pages))
+        table = [pages + [-1] * (width - len(pages)) for pages in self.pages]
+        return kvkern.PagedBatch(offsets, cached, table, device=self.device)
+
+    def empty_cache(self) -> kvkern.PagedKVCache:
+        fmt = kvkern.CacheFormat(self.format_name, kv_lora_rank=_LATENT, rope_dim=_ROPE)
+        cache = kvkern.PagedKVCache(
+            fmt, num_layers=1, num_pages=_NUM_PAGES, page_size=_PAGE_SIZE, device=self.device
+        )
+        cache.storage.zero_()
+        return cache
+
+    @cached_property
+    def rows(self) -> list[Tensor]:
+        """What is cached: ``[end, L+R]`` of each request, at the end of the step."""
+        packed = self.randn(2, sum(_ENDS), _LATENT + _ROPE)
+        return list(packed.float().to(self.compute).split_with_sizes(_ENDS))
+
+    @cached_property
+    def full_view(self) -> kvkern.CacheView:
+        """The step after its tokens were written; by the reference, unless plain fp32 is stored."""
+        cache = self.empty_cache()
+        if self.format_name == "fp32":
+            layer = cache.layer(0)
+            for pages, rows in zip(self.pages, self.rows, strict=True):
+                for position, row in enumerate(rows.float()):
+                    page, offset = pages[position // _PAGE_SIZE], position % _PAGE_SIZE
+                    layer.latent[page, offset] = row[:_LATENT]
+                    layer.rope[page, offset] = row[_LATENT:]
+        else:
+            kvkern.write_kv(
+                cache.view(0, self.batch((0,) * len(_ENDS), _ENDS)),
+                torch.cat(self.rows),
+                self.freqs,
+                torch.ones_like(self.rows[0][0, :_LATENT]),
+                backend="reference",
+            )
+        return cache.view(0, self.batch(_CACHED, _NEW))
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max())  # NaN if there is any
+
+
+def _flat(*tensors: Tensor) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+# Each op on a case: all that it gives, flat and in fp64.
+
+
+def _write_kv(case: _Case, backend: str) -> Tensor:
+    cache = case.empty_cache()
+    kv, q_rope = case.randn(3, sum(_NEW), _LATENT + _ROPE), case.randn(4, sum(_NEW), _HEADS, _ROPE)
+    kv_out, q_rope_out = torch.empty_like(kv), torch.empty_like(q_rope)
+    kvkern.write_kv(
+        cache.view(0, case.batch(_CACHED, _NEW)),
+        kv,
+        case.freqs,
+        case.randn(5, _LATENT),
+        q_rope=q_rope,
+        q_rope_out=q_rope_out,
+        kv_out=kv_out,
+        backend=backend,
+    )
+    # stored numbers of fp32, otherwise bytes
+    stored = cache.layer(0) if case.format_name == "fp32" else None
+    written = (cache.storage,) if stored is None else (stored.latent, stored.rope)
+    return _flat(*written, q_rope_out, kv_out)
+
+
+def _mla_decode(case: _Case, backend: str) -> Tensor:
+    q = case.randn(6, sum(_NEW), _HEADS, _LATENT + _ROPE)
+    return _flat(*kvkern.mla_decode(q, case.full_view, softmax_scale=_SCALE, backend=backend))
+
+
+def _prefill_weights(case: _Case) -> tuple[Tensor, Tensor]:
+    weight = case.randn(7, _HEADS * (_NOPE + _VALUE), _LATENT) / _LATENT**0.5
+    return kvkern.absorb_weights(weight, num_heads=_HEADS, nope_dim=_NOPE, v_dim=_VALUE)
+
+
+def _mla_prefill(case: _Case, backend: str) -> Tensor:
+    w_uk, w_uv = _prefill_weights(case)
+    new = torch.cat([rows[cached:] for rows, cached in zip(case.rows, _CACHED, strict=True)])
+    latent, k_rope = new[:, :_LATENT], new[:, _LATENT:]
+    attended = kvkern.mla_prefill(
+        case.randn(8, sum(_NEW), _HEADS, _NOPE + _ROPE),
+        torch.einsum("tl,hnl->thn", latent, w_uk).contiguous(),
+        k_rope,
+        torch.einsum("tl,hlv->thv", latent, w_uv).contiguous(),
+        case.full_view,
+        softmax_scale=_SCALE,
+        w_uk=w_uk,
+        w_uv=w_uv,
+        context_chunk=5,
+        backend=backend,
+    )
+    return _flat(*attended)
+
+
+def _scores_and_values(case: _Case) -> tuple[Tensor, Tensor]:
+    """Of 5 queries and 3 heads, on 12 keys."""
+    return case.randn(9, 12, 5, 3), case.randn(10, 12, 5, 3, _VALUE)
+
+
+def _merge_states(case: _Case, backend: str) -> Tensor:
+    scores, values = (x.double() for x in _scores_and_values(case))
+    parts = [slice(0, 1), slice(1, 8), slice(8, 12)]
+    outs = [(scores[p].softmax(0)[..., None] * values[p]).sum(0) for p in parts]
+    lses = [scores[p].logsumexp(0) for p in parts]
+    empty = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], -torch.inf)
+    merged = kvkern.merge_states(
+        torch.stack([*outs, empty[0]]).to(case.rounded).to(case.compute),
+        torch.stack([*lses, empty[1]]).float(),
+        backend=backend,
+    )
+    return _flat(*merged)
+
+
+def _gather_kv(case: _Case, backend: str) -> Tensor:
+    dtype = torch.float32 if case.compute == torch.float64 else case.compute
+    return _flat(kvkern.gather_kv(case.full_view, dtype=dtype, backend=backend))
+
+
+def _copy_pages(case: _Case, backend: str) -> Tensor:
+    cache = case.empty_cache()
+    cache.storage.copy_(_page_bytes(case))
+    kvkern.copy_pages(cache, cache, [3, 0, 9], [5, 15, 1], backend=backend).wait()
+    return _flat(cache.storage)
+
+
+def _page_bytes(case: _Case) -> Tensor:
+    shape = case.empty_cache().storage.shape
+    generator = torch.Generator().manual_seed(11)
+    return torch.randint(256, shape, generator=generator, dtype=torch.uint8).to(case.device)
+
+
+# The same in other words. Cases here are fp64 over an fp32 cache.
+
+
+def _plain_write_kv(case: _Case) -> Tensor:
+    """Pairs as complex numbers, the norm as a length."""
+    kv, q_rope = case.randn(3, sum(_NEW), _LATENT + _ROPE), case.randn(4, sum(_NEW), _HEADS, _ROPE)
+    cache = case.empty_cache()
+    layer = cache.layer(0)
+    turns = torch.view_as_complex(case.freqs.double().unflatten(1, (-1, 2)))
+
+    def rotate(x: Tensor, position: int) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns[position]).flatten(-2)
+
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    for request, (cached, new) in enumerate(zip(_CACHED, _NEW, strict=True)):
+        for position in range(cached, cached + new):
+            row, query = kv[len(keys)], q_rope[len(keys)]
+            length = (row[:_LATENT].square().sum() + _LATENT * 1e-6).sqrt()
+            latent = row[:_LATENT] / length * _LATENT**0.5 * case.randn(5, _LATENT)
+            keys.append(torch.cat([latent, rotate(row[_LATENT:], position)]))
+            queries.append(rotate(query, position))
+            page, offset = case.pages[request][position // _PAGE_SIZE], position % _PAGE_SIZE
+            layer.latent[page, offset] = keys[-1][:_LATENT].float()
+            layer.rope[page, offset] = keys[-1][_LATENT:].float()
+    return _flat(layer.latent, layer.rope, torch.stack(queries), torch.stack(keys))
+
+
+def _plain_mla_decode(case: _Case) -> Tensor:
+    """One token and one head at a time."""
+    q = case.randn(6, sum(_NEW), _HEADS, _LATENT + _ROPE)
+    outs, lses, token = [], [], 0
+    for rows, cached, new in zip(case.rows, _CACHED, _NEW, strict=True):
+        for position in range(cached, cached + new):
+            keys = rows[: position + 1]
+            for head in range(_HEADS):
+                weights = (keys @ q[token, head] * _SCALE).exp()
+                outs.append(weights @ keys[:, :_LATENT] / weights.sum())
+                lses.append(weights.sum().log())
+            token += 1
+    return _flat(torch.stack(outs), torch.stack(lses))
+
+
+def _absorbed_mla_prefill(case: _Case) -> Tensor:
+    """As decode: queries go into the latent space, outputs come back from it."""
+    w_uk, w_uv = _prefill_weights(case)
+    q_nope, q_rope = case.randn(8, sum(_NEW), _HEADS, _NOPE + _ROPE).split([_NOPE, _ROPE], -1)
+    absorbed = torch.cat([torch.einsum("thn,hnl->thl", q_nope, w_uk), q_rope], dim=-1)
+    latent, lse = kvkern.mla_decode(
+        absorbed, case.full_view, softmax_scale=_SCALE, backend="reference"
+    )
+    return _flat(torch.einsum("thl,hlv->thv", latent, w_uv), lse)
+
+
+def _whole_softmax(case: _Case) -> Tensor:
+    """All keys at once."""
+    scores, values = _scores_and_values(case)
+    return _flat((scores.softmax(0)[..., None] * values).sum(0), scores.logsumexp(0))
+
+
+def _padded_rows(case: _Case) -> Tensor:
+    return _flat(torch.nn.utils.rnn.pad_sequence(case.rows, batch_first=True))
+
+
+def _copied_pages(case: _Case) -> Tensor:
+    pages = _page_bytes(case)
+    for source, target in ((3, 5), (0, 15), (9, 1)):
+        pages[:, target] = pages[:, source]
+    return _flat(pages)
+
+
+_OPS: dict[str, Callable[[_Case, str], Tensor]] = {
+    "write_kv": _write_kv,
+    "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
+    "merge_states": _merge_states,
+    "gather_kv": _gather_kv,
+    "copy_pages": _copy_pages,
+}
+_SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
+    "write_kv": _plain_write_kv,
+    "mla_decode": _plain_mla_decode,
+    "mla_prefill": _absorbed_mla_prefill,
+    "merge_states": _whole_softmax,
+    "gather_kv": _padded_rows,
+    "copy_pages": _copied_pages,
+}

@@ -1,0 +1,1 @@
+"""kvkern inside other people's model code; each module needs the library it is named after."""

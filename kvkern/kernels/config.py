@@ -1,0 +1,78 @@
+"""What a kernel module says it ships, so that every variant can be compiled without a GPU.
+
+A kernel module has ``shipped_configs(capability) -> Iterator[KernelConfig]``: the variants that its
+launcher picks on that compute capability (80, 89, 90, ...), built from the same ``choose_tiles``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+class KernelConfig(NamedTuple):
+    """One variant of a kernel, as the launcher would have it compiled.
+
+    ``signature`` and ``constexprs`` together name every parameter of the kernel once. ``aligned``
+    lists parameters whose address or value is a multiple of 16, which Triton specialises on;
+    integers that equal 1 and arguments that are None belong in ``constexprs`` for the same reason.
+    """
+
+    kernel: Any  # a @triton.jit function
+    name: str  # unique in its module: "bf16-L512-R64"
+    signature: Mapping[str, str]  # parameter -> "*bf16", "*u8", "i32", "i64", "fp32", ...
+    constexprs: Mapping[str, Any]
+    aligned: tuple[str, ...] = ()
+    options: Mapping[str, Any] = {}  # num_warps, num_stages, enable_fp_fusion, maxnreg
+    spill_budget: int = 0  # bytes stored and loaded a thread
+    spill_reason: str = ""  # why the budget is not 0
+
+
+def config_of_call(
+    kernel: Any,
+    name: str,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    **budget: Any,
+) -> KernelConfig:
+    """The variant that ``kernel[grid](**arguments, **options)`` would have compiled.
+
+    Tensors may be on any device; only dtype and address matter. ``budget`` sets ``spill_budget``
+    and ``spill_reason``.
+    """
+    signature: dict[str, str] = {}
+    constexprs: dict[str, Any] = {}
+    aligned: list[str] = []
+    for parameter in kernel.params:
+        value = arguments[parameter.name]
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None:
+            constexprs[parameter.name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{_TRITON_TYPES[value.dtype]}"
+            if value.data_ptr() % 16 == 0:
+                aligned.append(parameter.name)
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and specialised:
+            constexprs[parameter.name] = 1
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if specialised and value % 16 == 0:
+                aligned.append(parameter.name)
+    return KernelConfig(kernel, name, signature, constexprs, tuple(aligned), options, **budget)
+
+
+_TRITON_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+SMALL_SPILLS: Mapping[str, Any] = {
+    "spill_budget": 32,
+    "spill_reason": "up to four of 255 registers, which some card's ptxas parks around the loop",
+}

@@ -1,0 +1,36 @@
+"""What tile choices need to know of a card."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+
+class Gpu(NamedTuple):
+    """A card, or one that is only compiled for."""
+
+    capability: int  # 80, 89, 90, ...
+    num_sms: int
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it converts e4m3 itself."""
+        return self.capability >= 89
+
+    @property
+    def has_large_shared(self) -> bool:
+        """Whether a block may have over 160 KiB of shared memory (the data-centre cards)."""
+        return self.capability in (80, 90, 100, 103)
+
+
+INTERPRETED = Gpu(capability=0, num_sms=2)  # the CPU: integer codecs, two "SMs" so that work splits
+
+
+@lru_cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The card behind a device; ``INTERPRETED`` for the CPU."""
+    if device.type != "cuda":
+        return INTERPRETED
+    major, minor = torch.cuda.get_device_capability(device)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(10 * major + minor, properties.multi_processor_count)

@@ -1,0 +1,312 @@
+"""mla_decode: out_t = softmax(scale * q_t . rows[0..pos_t]) . latents[0..pos_t], by online softmax.
+
+A program takes a tile of BLOCK_T tokens of one request x BLOCK_H heads, and one split of that
+request's keys. Splits write fp32 partial results, which merge_states puts together. Key blocks are
+cut by position, never by page, so neither page size nor page order changes a bit.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvkern.cache.batch import PagedBatch
+from kvkern.cache.storage import LayerPages, PagedKVCache
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
+from kvkern.kernels.device import Gpu, gpu_of
+from kvkern.kernels.merge_states import merge_states
+from kvkern.kernels.numerics import LN_2, round_to, compute_dtype
+from kvkern.kernels.paging import (
+    find_tile,
+    load_latent,
+    load_pages,
+    load_rope,
+    num_tiles,
+    row_fields,
+)
+from kvkern.layout import CacheFormat
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages", "page_size"])
+def _mla_decode_kernel(
+    q_ptr,  # [T, H, L+R]
+    out_ptr,  # [num_splits, T, H, L]
+    lse_ptr,  # fp32 [num_splits, T, H]
+    latent_ptr,  # [slots, L]
+    rope_ptr,  # [slots, R]
+    group_scales_ptr,  # fp32 [slots, G]
+    layer_scales_ptr,  # fp32 [2]
+    offsets_ptr,  # int32 [B+1]
+    cache_lengths_ptr,  # int32 [B]
+    page_table_ptr,  # int32 [B, max_pages]
+    softmax_scale,
+    num_requests,
+    num_tokens,
+    num_heads,
+    max_pages,
+    page_size,
+    stride_q_token,
+    stride_q_head,
+    stride_latent,
+    stride_rope,
+    stride_scales,
+    LATENT_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    LN_2: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    head_block = tl.program_id(0)  # fastest, so that head blocks share their keys in L2
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    request, q_start, q_end, first_token = find_tile(
+        offsets_ptr, num_requests, num_tokens, tile, BLOCK_T
+    )
+    if first_token >= q_end:
+        return
+    is_request = request < num_requests
+    cached = tl.load(cache_lengths_ptr + request, mask=is_request, other=0)
+    seq_len = tl.where(is_request, cached + q_end - q_start, 0)
+    table_ptr = page_table_ptr + request.to(tl.int64) * max_pages
+
+    # rows of the tile: token-major, BLOCK_T x BLOCK_H of them
+    BLOCK_M: tl.constexpr = BLOCK_T * BLOCK_H
+    offs_m = tl.arange(0, BLOCK_M)
+    token = first_token + offs_m // BLOCK_H
+    head = head_block * BLOCK_H + offs_m % BLOCK_H
+    mask_m = (token < q_end) & (head < num_heads)
+    position = cached + token - q_start
+    own_page = load_pages(table_ptr, position, mask_m & is_request, max_pages, page_size)
+    num_visible = tl.where(own_page >= 0, position + 1, 0)  # a padding token sees nothing
+
+    dtype: tl.constexpr = compute_dtype(q_ptr)
+    offs_l = tl.arange(0, BLOCK_L)
+    row = token.to(tl.int64) * stride_q_token + head * stride_q_head
+    mask_q = mask_m[:, None]
+    if BLOCK_L != LATENT_DIM:
+        mask_q = mask_q & (offs_l < LATENT_DIM)[None, :]
+    q_latent = tl.load(q_ptr + row[:, None] + offs_l, mask=mask_q, other=0.0).to(dtype)
+    if ROPE_DIM > 0:
+        offs_r = tl.arange(0, BLOCK_R)
+        mask_r = mask_m[:, None] & (offs_r < ROPE_DIM)[None, :]
+        q_rope_ptrs = q_ptr + row[:, None] + LATENT_DIM + offs_r
+        q_rope = tl.load(q_rope_ptrs, mask=mask_r, other=0.0).to(dtype)
+
+    latent_scale = 1.0
+    rope_scale = 1.0
+    if layer_scales_ptr is not None:
+        latent_scale = tl.load(layer_scales_ptr)
+        rope_scale = tl.load(layer_scales_ptr + 1)
+    scale_log2 = softmax_scale / LN_2
+
+    # this split's keys: every request cuts its own sequence into num_splits parts of whole blocks
+    split_len = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
+    last_visible = cached + tl.minimum(first_token + BLOCK_T, q_end) - q_start
+    begin = split * split_len
+    end = tl.minimum(tl.minimum(begin + split_len, seq_len), last_visible)
+
+    max_score = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
+    for first_key in range(begin, end, BLOCK_N):
+        offs_n = first_key + tl.arange(0, BLOCK_N)
+        page = load_pages(table_ptr, offs_n, offs_n < end, max_pages, page_size).to(tl.int64)
+        is_there = page >= 0
+        slots = page * page_size + offs_n % page_size
+        latent = load_latent(
+            latent_ptr, group_scales_ptr, slots, is_there, stride_latent, stride_scales,
+            LATENT_DIM, BLOCK_L, GROUP, BLOCK_N, dtype, NATIVE_FP8,
+        )  # fmt: skip
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee") * latent_scale
+        if ROPE_DIM > 0:
+            rope = load_rope(
+                rope_ptr, slots, is_there, stride_rope, ROPE_DIM, BLOCK_R, dtype, NATIVE_FP8
+            )
+            scores += tl.dot(q_rope, tl.trans(rope), input_precision="ieee") * rope_scale
+        is_visible = is_there[None, :] & (offs_n[None, :] < num_visible[:, None])
+        scores = tl.where(is_visible, scores * scale_log2, -float("inf"))
+
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+        # a row that has seen no key yet keeps -inf, and must not subtract it from itself
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(max_score - shift)
+        weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(dtype), latent, acc, input_precision="ieee")
+        max_score = new_max
+
+    saw_none = weight_sum == 0.0
+    weight_sum = tl.where(saw_none, 1.0, weight_sum)  # then max_score is -inf, and so is lse
+    out = acc * (latent_scale / weight_sum)[:, None]
+    lse = (max_score + tl.log2(weight_sum)) * LN_2
+    out_row = (split.to(tl.int64) * num_tokens + token) * num_heads + head
+    tl.store(
+        out_ptr + out_row[:, None] * LATENT_DIM + offs_l,
+        round_to(out, out_ptr.dtype.element_ty),
+        mask=mask_q,
+    )
+    tl.store(lse_ptr + out_row, lse, mask=mask_m)
+
+
+class Tiles(NamedTuple):
+    """How a launch is cut up."""
+
+    block_t: int
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(
+    num_heads: int, max_query_len: int, fmt: CacheFormat, q_dtype: torch.dtype, gpu: Gpu
+) -> Tiles:
+    """Rows that share one read of the keys, and the keys of a block: the most that do not spill.
+
+    The accumulator [rows, latent] is fp32 in registers: 64 x 512 is half of an SM's. Rows to
+    be converted to q's dtype wait in registers and take the place of rows; group scales and fp32
+    take more.
+    """
+    widest = max(q_dtype.itemsize, fmt.latent_dtype.itemsize)
+    if widest == 4 or fmt.group_scaled or not gpu.has_large_shared:
+        max_rows = 16
+    else:
+        max_rows = 64 if fmt.latent_dtype == q_dtype else 32
+    block_h = min(triton.next_power_of_2(num_heads), max_rows)
+    block_t = min(triton.next_power_of_2(max(max_query_len, 1)), max_rows // block_h)
+    block_t = max(block_t, -(-16 // block_h))  # tl.dot wants 16 rows
+    if widest == 4:
+        block_n = 16
+    elif block_t * block_h == 16 and gpu.has_large_shared and not fmt.group_scaled:
+        block_n = 64
+    else:
+        block_n = 32
+    # fp32 products take no tensor cores; a second stage would double what they hold
+    return Tiles(block_t, block_h, block_n, 8, num_stages=1 if q_dtype == torch.float32 else 2)
+
+
+def choose_num_splits(num_programs: int, max_seq_len: int, block_n: int, gpu: Gpu) -> int:
+    """Enough splits that ``num_programs`` of them give every SM two, at least 4 blocks each.
+
+    ``max_seq_len`` is a bound; a request cuts its own length, so a loose bound costs only programs
+    that find nothing to do.
+    """
+    wanted = -(-2 * gpu.num_sms // max(num_programs, 1))
+    return max(1, min(wanted, max_seq_len // (4 * block_n), 64))
+
+
+def _call(
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tiles,
+    gpu: Gpu,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    num_tokens, num_heads, _ = q.shape
+    arguments = row_fields(pages, gpu) | {
+        "q_ptr": q,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "offsets_ptr": batch.input_row_offsets,
+        "cache_lengths_ptr": batch.cache_lengths,
+        "page_table_ptr": batch.page_table,
+        "softmax_scale": softmax_scale,
+        "num_requests": batch.num_requests,
+        "num_tokens": num_tokens,
+        "num_heads": num_heads,
+        "max_pages": batch.page_table.shape[1],
+        "stride_q_token": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "BLOCK_T": tiles.block_t,
+        "BLOCK_H": tiles.block_h,
+        "BLOCK_N": tiles.block_n,
+        "LN_2": LN_2,
+    }
+    return arguments, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
+def mla_decode(
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    num_splits: int | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Launch, and merge where keys were split. ``kvkern.mla_decode`` has checked the arguments."""
+    num_tokens, num_heads, _ = q.shape
+    if num_tokens * num_heads == 0:
+        return
+    gpu = gpu_of(q.device)
+    max_query_len = num_tokens if batch.max_query_len is None else batch.max_query_len
+    tiles = choose_tiles(num_heads, max_query_len, pages.format, q.dtype, gpu)
+    head_blocks = triton.cdiv(num_heads, tiles.block_h)
+    token_tiles = num_tiles(num_tokens, batch.num_requests, tiles.block_t)
+    if num_splits is None:
+        busy_tiles = triton.cdiv(num_tokens, tiles.block_t) * head_blocks
+        bound = batch.page_table.shape[1] * pages.page_size
+        max_seq_len = bound if batch.max_seq_len is None else batch.max_seq_len
+        num_splits = choose_num_splits(busy_tiles, max_seq_len, tiles.block_n, gpu)
+    if num_splits == 1:
+        outs, lses = out[None], lse[None]
+    else:
+        outs = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
+        lses = lse.new_empty(num_splits, *lse.shape)
+    arguments, options = _call(q, pages, batch, softmax_scale, outs, lses, tiles, gpu)
+    grid = (head_blocks, token_tiles, num_splits)
+    _mla_decode_kernel[grid](**arguments, **options)
+    if num_splits > 1:
+        merge_states(outs, lses, out, lse)
+
+
+def shipped_configs(capability: int) -> Iterator[KernelConfig]:
+    """Every format and q dtype that meet in serving, whole and split; each tile; odd dims."""
+    gpu = Gpu(capability, num_sms=108)
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for name, q_dtype, latent_dim, rope_dim, num_heads, max_query_len in [
+        ("bf16", bf16, 512, 64, 128, 1),
+        ("bf16", bf16, 512, 64, 16, 1),
+        ("bf16", bf16, 512, 64, 16, 4),
+        ("bf16", bf16, 256, 32, 40, 1),
+        ("bf16", fp16, 512, 64, 128, 1),
+        ("fp16", fp16, 512, 64, 128, 1),
+        ("fp16", bf16, 512, 64, 128, 1),
+        ("fp32", fp32, 512, 64, 16, 1),
+        ("fp32", bf16, 512, 64, 16, 1),
+        ("bf16", fp32, 512, 64, 16, 1),
+        ("fp8", bf16, 512, 64, 128, 1),
+        ("fp8", bf16, 512, 64, 16, 1),
+        ("fp8", fp16, 512, 64, 128, 1),
+        ("fp8", bf16, 128, 0, 5, 2),
+        ("fp8", fp32, 512, 64, 16, 1),
+        ("fp8_ds_mla", bf16, 512, 64, 128, 1),
+        ("fp8_ds_mla", bf16, 384, 48, 8, 1),
+        ("fp8_ds_mla", fp32, 512, 64, 16, 1),
+    ]:
+        fmt = CacheFormat(name, latent_dim, rope_dim)
+        pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=64).layer(0)
+        q = torch.empty(1, num_heads, fmt.row_dim, dtype=q_dtype)
+        partial, lse = torch.empty(1, 1, num_heads, latent_dim), torch.empty(1, 1, num_heads)
+        batch = PagedBatch([0, 1], [0], [[0]])
+        tiles = choose_tiles(num_heads, max_query_len, fmt, q_dtype, gpu)
+        for kind, out in (("split", partial), ("whole", partial.to(q_dtype))):
+            if kind == "whole" and q_dtype == fp32:
+                continue  # the same kernel
+            arguments, options = _call(q, pages, batch, 0.1, out, lse, tiles, gpu)
+            dims = f"L{latent_dim}-R{rope_dim}-H{num_heads}-q{max_query_len}"
+            label = f"{name}-{q_dtype}-{dims}-{kind}".replace("torch.", "")
+            yield config_of_call(_mla_decode_kernel, label, arguments, options, **SMALL_SPILLS)

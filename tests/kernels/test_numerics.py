@@ -1,0 +1,154 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kvkern.kernels.device import gpu_of
+from kvkern.kernels.numerics import cast_to, decode_e4m3, encode_e4m3, power_of_two_scale
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.gpu, id="native"), False])
+def native(request, device):
+    """By the card's own conversion, and by integer operations."""
+    if request.param and not gpu_of(torch.device(device)).has_fp8:
+        pytest.skip("this card does not convert e4m3")
+    return request.param
+
+
+@triton.jit
+def _cast_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(dst_ptr + offs, cast_to(tl.load(src_ptr + offs), dst_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _encode_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr, NATIVE: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(dst_ptr + offs, encode_e4m3(tl.load(src_ptr + offs), NATIVE))
+
+
+@triton.jit
+def _decode_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr, NATIVE: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    dtype: tl.constexpr = dst_ptr.dtype.element_ty
+    tl.store(dst_ptr + offs, decode_e4m3(tl.load(src_ptr + offs), dtype, NATIVE))
+
+
+@triton.jit
+def _scale_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(dst_ptr + offs, power_of_two_scale(tl.load(src_ptr + offs), 448.0, 1e-4))
+
+
+def run(kernel, values, dtype, device, size=1024, **constexprs):
+    """One value in, one value out, on the CPU; padded to whole programs."""
+    size = size if device == "cuda" else triton.next_power_of_2(len(values))
+    num_programs = triton.cdiv(len(values), size)
+    padded = values.new_zeros(num_programs * size)
+    padded[: len(values)] = values
+    dst = torch.zeros(len(padded), dtype=dtype, device=device)
+    kernel[(num_programs,)](padded.to(device), dst, SIZE=size, **constexprs)
+    return dst[: len(values)].cpu()
+
+
+def hard_floats():
+    """fp32 words: every upper half with lower halves around a bf16 midpoint; random ones."""
+    upper = torch.arange(65536, dtype=torch.int64) << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    random = torch.randint(2**32, (50_000,))
+    words = torch.cat([(upper[:, None] | lower).flatten(), random])
+    return (words - (words >= 2**31) * 2**32).int().view(FP32)
+
+
+def midpoints(codes):
+    """Neighbours' midpoints in fp32, exactly, and what lies on either side of them."""
+    values = codes.double()
+    values = values[values.isfinite()].unique()
+    middle = ((values[1:] + values[:-1]) / 2).float()
+    sides = [torch.nextafter(middle, torch.tensor(to)) for to in (math.inf, -math.inf)]
+    return torch.cat([middle, *sides, values.float()])
+
+
+def canonical(x):
+    """As bytes, with the one NaN of the type that casts by hand would give."""
+    return torch.where(x.isnan(), torch.full_like(x, torch.nan), x).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_cast_equals_torch_on_midpoints_subnormals_and_random_bits(device, dtype):
+    values = hard_floats()
+    if dtype == FP16:
+        codes = torch.arange(65536).to(torch.uint16).view(FP16)
+        values = torch.cat([values, midpoints(codes), torch.tensor([65519.99, 65520.0, -65520.0])])
+    cast = run(_cast_kernel, values, dtype, device)
+    assert torch.equal(cast.view(torch.uint8), canonical(values.to(dtype)))
+
+
+def test_encode_equals_torch_on_midpoints_subnormals_and_random_bits(device, native):
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3)
+    values = torch.cat([hard_floats(), midpoints(codes.float())])
+    encoded = run(_encode_kernel, values, torch.uint8, device, NATIVE=native)
+    expected = values.clamp(-448, 448).to(E4M3).view(torch.uint8)
+    assert torch.equal(encoded, torch.where(values.isnan(), 0x7F, expected))
+
+
+def test_encode_takes_the_nearest_code_and_the_even_one_of_two(device, native):
+    """Against distances to all codes in fp64, independent of anybody's cast."""
+    codes = torch.arange(127, dtype=torch.uint8)  # without NaN; signs are checked apart
+    decoded = codes.view(E4M3).double()
+    values = midpoints(codes.view(E4M3).float())
+    values = torch.cat([values[values >= 0], torch.rand(2000) * 500, torch.rand(2000) * 0.02])
+    distance = (values.double()[:, None] - decoded).abs()
+    nearest = distance.argmin(1)
+    is_tie = (distance == distance.min(1, keepdim=True).values).sum(1) == 2
+    assert is_tie.sum() == 126  # argmin takes the lower of two
+    nearest += is_tie & (nearest % 2 == 1)
+    for sign, bit in [(1, 0), (-1, 0x80)]:
+        encoded = run(_encode_kernel, sign * values, torch.uint8, device, NATIVE=native)
+        assert torch.equal(encoded.long(), nearest | bit)
+
+
+def test_encode_saturates_and_has_one_nan(device, native):
+    words = torch.tensor([0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32)
+    specials = torch.cat([words, words | -(2**31)]).view(FP32)
+    large = torch.tensor([448.0, 464.0, 465.0, 1e4, 3.4e38, -449.0])
+    values = torch.cat([specials, large])
+    encoded = run(_encode_kernel, values, torch.uint8, device, NATIVE=native).tolist()
+    assert encoded == [0x7E, 0x7F, 0x7F, 0x7F, 0xFE, 0x7F, 0x7F, 0x7F, *[0x7E] * 5, 0xFE]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_decode_is_exact_on_all_256_codes(device, native, dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    decoded = run(_decode_kernel, codes, dtype, device, NATIVE=native)
+    expected = codes.view(E4M3).to(dtype)
+    assert decoded.isnan().nonzero().flatten().tolist() == [0x7F, 0xFF]
+    assert torch.equal(canonical(decoded), canonical(expected))
+
+
+def test_encode_undoes_decode(device, native):
+    codes = torch.arange(256, dtype=torch.uint8)
+    decoded = run(_decode_kernel, codes, FP32, device, NATIVE=native)
+    encoded = run(_encode_kernel, decoded, torch.uint8, device, NATIVE=native)
+    assert torch.equal(encoded, torch.where(codes == 0xFF, 0x7F, codes))
+
+
+def power_of_two_at_least(ratio: np.float32) -> float:
+    return min(2.0**n for n in range(-13, 128) if 2.0**n >= float(ratio))
+
+
+def test_scale_is_the_smallest_power_of_two_that_is_large_enough(device):
+    exact = np.float32(448.0) * np.float32(2.0) ** np.arange(-20, 119, dtype=np.float32)
+    amax = np.concatenate(
+        [[0.0, 1e-40, 336.0], exact, np.nextafter(exact, np.inf), np.nextafter(exact, 0.0)]
+    ).astype(np.float32)
+    scales = run(_scale_kernel, torch.from_numpy(amax), FP32, device).tolist()
+    floor = np.float32(1e-4)
+    expected = [power_of_two_at_least(max(a / np.float32(448.0), floor)) for a in amax]
+    assert scales == expected and scales[:3] == [2.0**-13, 2.0**-13, 1.0]

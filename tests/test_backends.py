@@ -1,0 +1,132 @@
+import importlib.util
+
+import pytest
+import torch
+
+from kvkern import ArgumentError, CacheFormat, PagedBatch, PagedKVCache, UnsupportedError, explain
+from kvkern.backends import TABLE, choose
+from kvkern.ops.pages import gather_kv
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A machine with a card of the given compute capability, as far as the table can see."""
+
+    def has_card(major, minor):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
+        choose.cache_clear()
+
+    yield has_card
+    choose.cache_clear()  # what a pretended card answered must not outlive the test
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """Sets whether Triton interprets, as far as the table can see."""
+    import triton
+
+    def set_interpret(value):
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", value)
+        choose.cache_clear()
+
+    yield set_interpret
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("op", TABLE)
+def test_auto_on_the_cpu_is_the_reference(op, interpret):
+    for interpreted in [True, False]:
+        interpret(interpreted)
+        run = choose(op, "auto", CPU, BF16)
+        assert run.__module__ == f"kvkern.reference.{op}"
+        assert choose(op, "reference", CPU, BF16) is run
+
+
+@pytest.mark.parametrize("op", TABLE)
+def test_auto_on_a_card_is_never_the_reference(op, card):
+    card(9, 0)
+    assert choose(op, "auto", CUDA, BF16).__module__ == f"kvkern.kernels.{op}"
+    assert choose(op, "reference", CUDA, BF16).__module__ == f"kvkern.reference.{op}"
+    card(7, 5)
+    with pytest.raises(UnsupportedError) as raised:
+        choose(op, "auto", CUDA, BF16)
+    assert str(raised.value) == (
+        f"{op}: no backend runs this call (triton: needs compute capability 8.0, Some Card is "
+        "older; reference: runs on cuda only when named)"
+    )
+    assert isinstance(raised.value, RuntimeError)
+
+
+@pytest.mark.parametrize("op", TABLE)
+def test_named_backend_is_used_or_refused(op, interpret, card):
+    interpret(True)
+    assert choose(op, "triton", CPU, BF16).__module__ == f"kvkern.kernels.{op}"
+    interpret(False)
+    with pytest.raises(UnsupportedError, match=f"{op}: backend 'triton' refuses: needs a CUDA"):
+        choose(op, "triton", CPU, BF16)
+    card(9, 0)
+    for device in [CPU, CUDA]:
+        with pytest.raises(UnsupportedError, match="'triton' refuses: fp64 is for the reference"):
+            choose(op, "triton", device, torch.float64)
+    with pytest.raises(UnsupportedError, match=r"no backend runs this call .*triton: fp64 is for"):
+        choose(op, "auto", CUDA, torch.float64)
+
+
+def test_triton_is_refused_where_it_is_not_installed(monkeypatch, card):
+    card(9, 0)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
+    )
+    assert explain("mla_decode", "cuda")[0] == ("triton", "triton is not installed")
+    with pytest.raises(UnsupportedError, match="triton: triton is not installed"):
+        choose("mla_decode", "auto", CUDA, BF16)
+    assert choose("mla_decode", "auto", CPU, BF16).__module__ == "kvkern.reference.mla_decode"
+
+
+def test_cuda_is_refused_with_a_reason_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert explain("write_kv", "cuda")[0] == ("triton", "this machine has no CUDA device")
+
+
+def test_explain_says_what_auto_runs_and_why_not_the_others(interpret, card):
+    interpret(False)
+    needs = "needs a CUDA device, got cpu (TRITON_INTERPRET=1 runs it on the CPU)"
+    assert explain("write_kv", device="cpu") == [("triton", needs), ("reference", None)]
+    interpret(True)
+    by_name = "runs on cpu only when named"
+    assert explain("write_kv", device="cpu") == [("triton", by_name), ("reference", None)]
+    card(8, 0)
+    expected = [("triton", None), ("reference", "runs on cuda only when named")]
+    assert explain("write_kv", device="cuda") == expected
+    fp64 = explain("write_kv", device=CUDA, dtype=torch.float64)
+    assert [reason is None for _, reason in fp64] == [False, False]
+
+
+@pytest.mark.parametrize("op", TABLE)
+def test_every_row_of_the_table_names_a_function_that_exists(op):
+    names = [backend.name for backend in TABLE[op]]
+    assert len(set(names)) == len(names) and "auto" not in names
+    assert all(callable(backend.load()) for backend in TABLE[op])
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    known = "backend: want one of auto, triton, reference; got 'hopper2'"
+    with pytest.raises(ArgumentError, match=known):
+        choose("write_kv", "hopper2", CPU, BF16)
+    with pytest.raises(ArgumentError, match=r"op: want one of write_kv, mla_decode, .*; got 'x'"):
+        explain("x", "cpu")
+
+
+def test_refused_op_computes_nothing(interpret):
+    interpret(False)
+    cache = PagedKVCache(CacheFormat("bf16", 128, 0), num_layers=1, num_pages=1, page_size=1)
+    out = torch.full((1, 1, 128), 5.0, dtype=BF16)
+    with pytest.raises(UnsupportedError, match="gather_kv: backend 'triton' refuses"):
+        gather_kv(cache.view(0, PagedBatch([0, 1], [0], [[0]])), out=out, backend="triton")
+    assert (out == 5).all()

@@ -1,0 +1,118 @@
+"""Every kernel in every shipped variant compiles for every supported GPU, within its limits.
+
+The compiling happens in processes of their own: in this one, without a GPU, Triton interprets.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvkern.errors import KvkernError
+from kvkern.testing.compile import SHARED_LIMITS, _read_report
+
+ROOT = Path(__file__).parent.parent
+
+
+def judge(capability: int, *modules: str, cache_dir: Path) -> list[dict]:
+    """One row for each variant that ``modules`` ship (all of kvkern.kernels if none is named)."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache_dir)
+    command = [sys.executable, "-m", "kvkern.testing.compile", str(capability), *modules]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"after {done.stdout[-300:]}:\n{done.stderr[-3000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def launched_kernels(*paths: Path) -> set[tuple[str, str]]:
+    """(module, name) of each jitted function that no other jitted function names."""
+    jitted, named = set(), set()
+    for path in paths:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and is_jitted(function):
+                jitted.add((module, function.name))
+                named |= names_in(function.body)
+    return {(module, name) for module, name in jitted if name not in named}
+
+
+def is_jitted(function: ast.FunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def names_in(body: list[ast.stmt]) -> set[str]:
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    plain = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return plain | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMITS, ids="sm_{}".format)
+def test_every_kernel_compiles_without_spills_within_shared_memory(capability, tmp_path):
+    rows = judge(capability, cache_dir=tmp_path)
+    failed = [row for row in rows if row["problems"]]
+    assert not failed, "\n".join(
+        f"{row['module']} {row['name']}: {'; '.join(row['problems'])}" for row in failed
+    )
+    names = [(row["module"], row["name"]) for row in rows]
+    assert len(names) == len(set(names)), f"want a name of its own for each variant, got {names}"
+    kernel_files = (ROOT / "kvkern" / "kernels").rglob("*.py")
+    never_compiled = launched_kernels(*kernel_files) - {
+        (row["module"], row["kernel"]) for row in rows
+    }
+    assert not never_compiled, f"in no shipped_configs({capability}): {sorted(never_compiled)}"
+
+
+def test_every_jitted_function_counts_but_those_that_others_call():
+    module = "tests.planted_kernels"
+    launched = launched_kernels(ROOT / "tests" / "planted_kernels.py")
+    assert launched == {(module, "_copy"), (module, "_product"), (module, "_cast_to_e4m3")}
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> dict[str, list[str]]:
+    rows = judge(80, "tests.planted_kernels", cache_dir=tmp_path_factory.mktemp("triton"))
+    return {row["name"]: row["problems"] for row in rows}
+
+
+@pytest.mark.parametrize("name", ["sound", "spills within budget"])
+def test_gate_passes_what_keeps_its_limits(planted, name):
+    assert planted[name] == []
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("spills", "spills: want at most 0 bytes, got "),
+        ("spills unexplained", "spill_budget: want a spill_reason beside it"),
+        ("shared memory", "shared memory: want at most 166912 bytes, got "),
+        ("e4m3", "fp8e4nv not supported"),  # sm_80 has no e4m3
+        ("misspelt option", "options: want Triton's own, got ['num_warp']"),
+        ("missing constexpr", "signature and constexprs: want each of"),
+    ],
+)
+def test_gate_refuses(planted, name, problem):
+    (found,) = planted[name]
+    assert problem in found
+
+
+def test_serialised_wgmma_is_a_warning():
+    log = (
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to insufficient register resources\n"
+        "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers\n"
+    )
+    report = _read_report(log, shared_bytes=1024)
+    assert report[:3] == (168, 16, 1024)
+    assert len(report.warnings) == 1 and "serialized" in report.warnings[0]
+
+
+def test_log_without_numbers_is_an_error_not_a_pass():
+    with pytest.raises(KvkernError, match="ptxas log: want registers and spills"):
+        _read_report("", shared_bytes=0)
