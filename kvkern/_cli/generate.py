@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kvkern._cli.display import Stream, open_display, show_summary, tracked
 from kvkern.engine import Engine, SamplingParams
@@ -118,7 +119,7 @@ def _load(settings: argparse.Namespace) -> _Served:
         if on_cpu:  # so small that more threads would only wait for one another
             torch.set_num_threads(1)
     else:
-        hf_model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
+        hf_model = _model_class(settings.model).from_pretrained(settings.model, dtype=dtype)
         hf_model.eval()
         tokenizer = CheckpointTokenizer(str(settings.model))
     hf_model = hf_model.to(device)
@@ -131,6 +132,12 @@ def _load(settings: argparse.Namespace) -> _Served:
         params=SamplingParams(max_tokens=settings.max_tokens),
         eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
     )
+
+
+def _model_class(folder: str) -> Any:
+    """The class that the checkpoint names: transformers' own choice does not know every family."""
+    names = AutoConfig.from_pretrained(folder).architectures or [""]
+    return getattr(transformers, names[0], AutoModelForCausalLM)
 
 
 def _default_num_pages(settings: argparse.Namespace, streams: list[Stream]) -> int:

@@ -32,7 +32,8 @@ class _HostData(NamedTuple):
 
     @property
     def seq_lens(self) -> np.ndarray:
-        return self.cache_lengths + self.query_lens
+        lens: np.ndarray = self.cache_lengths + self.query_lens
+        return lens
 
 
 class PagedBatch:
@@ -63,6 +64,8 @@ class PagedBatch:
     max_query_len: int | None
     max_cache_len: int | None
     max_seq_len: int | None
+    _host: _HostData | None  # None: values are on the device only
+    _split: "tuple[PagedBatch, PagedBatch] | None"
 
     def __init__(
         self,
@@ -207,10 +210,11 @@ class PagedBatch:
             return
         if self._host is not None:
             _check_pages(self._host, page_size, num_pages)
-        if self._is_static and self.page_table.shape[1] * page_size < self.max_seq_len:
+        bound = self.max_seq_len if self._is_static else None
+        if bound is not None and self.page_table.shape[1] * page_size < bound:
             raise ArgumentError(
-                f"page_table: want at least {-(-self.max_seq_len // page_size)} columns for "
-                f"max_seq_len={self.max_seq_len} at page_size={page_size}, "
+                f"page_table: want at least {-(-bound // page_size)} columns for "
+                f"max_seq_len={bound} at page_size={page_size}, "
                 f"got {self.page_table.shape[1]}"
             )
         self._checked_caches.add((page_size, num_pages))
@@ -239,8 +243,7 @@ class PagedBatch:
             )
         self.input_row_offsets, self.cache_lengths, self.page_table = offsets, lengths, table
         self.max_tokens = self.max_query_len = self.max_cache_len = self.max_seq_len = None
-        self._host: _HostData | None = None
-        self._split: tuple[PagedBatch, PagedBatch] | None = None
+        self._host = self._split = None
         self._is_static = False
         self._checked_caches: set[tuple[int, int]] = set()
 

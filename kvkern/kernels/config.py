@@ -73,6 +73,6 @@ _TRITON_TYPES = {
 }
 
 SMALL_SPILLS: Mapping[str, Any] = {
-    "spill_budget": 32,
-    "spill_reason": "up to four of 255 registers, which some card's ptxas parks around the loop",
+    "spill_budget": 64,
+    "spill_reason": "up to eight of 255 registers, which some card's ptxas parks around the loop",
 }

@@ -53,7 +53,7 @@ def _call(
         "BLOCK": _BLOCK,
     }
     grid = (pairs.shape[1], triton.cdiv(page_words, _BLOCK), num_layers)
-    return grid, arguments, {"num_warps": 4}
+    return grid, arguments, {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def copy_pages(src: Tensor, dst: Tensor, sources: list[int], targets: list[int]) -> None:

@@ -94,7 +94,11 @@ def _call(
         "INCLUDE_NEW": include_new,
         "BLOCK_N": _BLOCK_N,
     }
-    return (triton.cdiv(length, _BLOCK_N), num_requests), arguments, {"num_warps": 4}
+    return (
+        (triton.cdiv(length, _BLOCK_N), num_requests),
+        arguments,
+        {"num_warps": 4, "enable_fp_fusion": True},
+    )
 
 
 def gather_kv(

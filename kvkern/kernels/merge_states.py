@@ -52,8 +52,7 @@ def _merge_states_kernel(
 
 def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Fill ``out`` and ``lse``. ``kvkern.merge_states`` has checked the arguments."""
-    num_splits, num_tokens, num_heads, value_dim = outs.shape
-    num_rows = num_tokens * num_heads
+    num_rows = outs.shape[1] * outs.shape[2]
     if num_rows == 0:
         return
     arguments, options = _call(outs, lses, out, lse)
@@ -74,7 +73,7 @@ def _call(
         "VALUE_DIM": value_dim,
         "BLOCK_V": triton.next_power_of_2(value_dim),
     }
-    return arguments, {"num_warps": 4}
+    return arguments, {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:

@@ -18,7 +18,7 @@ from kvkern.cache.storage import LayerPages, PagedKVCache
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.merge_states import merge_states
-from kvkern.kernels.numerics import LN_2, round_to, compute_dtype
+from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
 from kvkern.kernels.paging import (
     find_tile,
     load_latent,
@@ -27,7 +27,7 @@ from kvkern.kernels.paging import (
     num_tiles,
     row_fields,
 )
-from kvkern.layout import CacheFormat
+from kvkern.layout import CacheFormat, FormatName
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages", "page_size"])
@@ -185,7 +185,7 @@ def choose_tiles(
     block_h = min(triton.next_power_of_2(num_heads), max_rows)
     block_t = min(triton.next_power_of_2(max(max_query_len, 1)), max_rows // block_h)
     block_t = max(block_t, -(-16 // block_h))  # tl.dot wants 16 rows
-    if widest == 4:
+    if widest == 4 or (block_t > 1 and block_t * block_h == 64):
         block_n = 16
     elif block_t * block_h == 16 and gpu.has_large_shared and not fmt.group_scaled:
         block_n = 64
@@ -235,7 +235,11 @@ def _call(
         "BLOCK_N": tiles.block_n,
         "LN_2": LN_2,
     }
-    return arguments, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return arguments, {
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        "enable_fp_fusion": True,
+    }
 
 
 def mla_decode(
@@ -277,7 +281,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Every format and q dtype that meet in serving, whole and split; each tile; odd dims."""
     gpu = Gpu(capability, num_sms=108)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    for name, q_dtype, latent_dim, rope_dim, num_heads, max_query_len in [
+    variants: list[tuple[FormatName, torch.dtype, int, int, int, int]] = [
         ("bf16", bf16, 512, 64, 128, 1),
         ("bf16", bf16, 512, 64, 16, 1),
         ("bf16", bf16, 512, 64, 16, 4),
@@ -296,7 +300,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("fp8_ds_mla", bf16, 512, 64, 128, 1),
         ("fp8_ds_mla", bf16, 384, 48, 8, 1),
         ("fp8_ds_mla", fp32, 512, 64, 16, 1),
-    ]:
+    ]
+    for name, q_dtype, latent_dim, rope_dim, num_heads, max_query_len in variants:
         fmt = CacheFormat(name, latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=64).layer(0)
         q = torch.empty(1, num_heads, fmt.row_dim, dtype=q_dtype)

@@ -18,7 +18,7 @@ from kvkern.cache.storage import LayerPages
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.gather_kv import gather_kv
-from kvkern.kernels.numerics import LN_2, round_to, compute_dtype
+from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
 from kvkern.kernels.paging import find_tile, load_pages, num_tiles
 
 
@@ -241,7 +241,15 @@ def _call(
         "LN_2": LN_2,
     }
     grid = (num_heads, num_tiles(num_tokens, batch.num_requests, tiles.block_t))
-    return grid, arguments, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return (
+        grid,
+        arguments,
+        {
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+            "enable_fp_fusion": True,
+        },
+    )
 
 
 def mla_prefill(

@@ -156,7 +156,7 @@ def _write_latent(
     SANITIZE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """Normalise a latent row; quantise it, with group scales where the format has them; store it."""
+    """Normalise a latent row, quantise it (with group scales if the format has them), store it."""
     offs_l = tl.arange(0, BLOCK_L)
     y = _normalise(kv_row_ptr, gamma_ptr, eps, LATENT_DIM, BLOCK_L, ROUND_HF)
     if out_row_ptr is not None:

@@ -60,9 +60,8 @@ def mla_decode(
     Source: arXiv:2405.04434, section 2.1.2 (the absorbed form); arXiv:2205.14135 (online softmax).
     """
     fmt = cache.format
-    sizes = Sizes(q.device, L=fmt.kv_lora_rank, K=fmt.row_dim)
+    sizes = Sizes(cache.pages.device, L=fmt.kv_lora_rank, K=fmt.row_dim)
     sizes.match("q", q, "T H K", *FLOATS64, strides="rows")
-    sizes.match("cache", cache.pages.latent, "P S L", fmt.latent_dtype, strides="rows")
     cache.batch.check_num_tokens("q", len(q))
     _check_scale(softmax_scale)
     if num_splits is not None and num_splits < 1:
@@ -127,12 +126,11 @@ def mla_prefill(
     Source: arXiv:2405.04434, section 2.1.2; arXiv:2205.14135; merging: arXiv:1805.02867.
     """
     fmt, batch = cache.format, cache.batch
-    sizes = Sizes(q.device, L=fmt.kv_lora_rank, R=fmt.rope_dim)
+    sizes = Sizes(cache.pages.device, L=fmt.kv_lora_rank, R=fmt.rope_dim)
     sizes.match("k_nope", k_nope, "T H N", *FLOATS64, strides="rows")
     sizes.match("v", v, "T H V", k_nope.dtype, strides="rows")
     sizes.known["K"] = sizes["N"] + fmt.rope_dim
     sizes.match("q", q, "T H K", k_nope.dtype, strides="rows")
-    sizes.match("cache", cache.pages.latent, "P S L", fmt.latent_dtype, strides="rows")
     if k_rope is not None:
         sizes.match("k_rope", k_rope, "T R", q.dtype, strides="rows")
     elif fmt.rope_dim:

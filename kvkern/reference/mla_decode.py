@@ -17,7 +17,7 @@ def mla_decode(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """The specification; ``kvkern.mla_decode`` states the contract. ``num_splits`` means nothing."""
+    """The specification; ``kvkern.mla_decode`` states the contract. Nothing is split here."""
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     out.zero_()
     lse.fill_(-torch.inf)

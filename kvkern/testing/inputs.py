@@ -85,9 +85,14 @@ def make_paged_case(
     """
     seq_lens = [c + q for c, q in zip(cache_lengths, query_lens, strict=True)]
     num_pages = sum(-(-n // page_size) for n in seq_lens) + num_spare_pages
-    scales = {"latent_scale": 0.02, "rope_scale": 0.03} if fmt.layer_scaled else {}
     cache = PagedKVCache(
-        fmt, num_layers=1, num_pages=num_pages, page_size=page_size, device=device, **scales
+        fmt,
+        num_layers=1,
+        num_pages=num_pages,
+        page_size=page_size,
+        device=device,
+        latent_scale=0.02 if fmt.layer_scaled else 1.0,
+        rope_scale=0.03 if fmt.layer_scaled else 1.0,
     )
     cache.storage.fill_(POISON)
     table = shuffled_table(seq_lens, page_size, num_pages)

@@ -286,7 +286,7 @@ def test_narrower_cache_moves_logits_by_its_rounding_only(cache_format, bound):
 
 
 def assert_bf16_within_budget(family: str, device: str) -> None:
-    """Root mean square: an expert chosen otherwise, by either model, moves one token by more."""
+    """The median token: an expert chosen otherwise, by either model, moves its token by more."""
     hf_model = tiny_model(family, dtype=torch.bfloat16)
     prompt = prompts()[0]
     exact = hf_logits(copy.deepcopy(hf_model).float(), prompt)
@@ -295,7 +295,8 @@ def assert_bf16_within_budget(family: str, device: str) -> None:
     got = stepwise_logits(PagedModel(hf_model), prompt, (20, 15, 1, 1))
 
     def error(logits: torch.Tensor) -> float:
-        return float((logits.cpu() - exact).norm() / exact.norm())
+        per_token = (logits.cpu() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        return float(per_token.median())
 
     assert error(got) < 2 * error(rounded) + 2**-8
 

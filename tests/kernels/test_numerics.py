@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 
 from kvkern.kernels.device import gpu_of
-from kvkern.kernels.numerics import cast_to, decode_e4m3, encode_e4m3, power_of_two_scale
+from kvkern.kernels.numerics import (
+    cast_to,
+    decode_e4m3,
+    encode_e4m3,
+    power_of_two_scale,
+    round_to,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3 = torch.float8_e4m3fn
@@ -25,6 +31,12 @@ def native(request, device):
 def _cast_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
     offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(dst_ptr + offs, cast_to(tl.load(src_ptr + offs), dst_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _round_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(dst_ptr + offs, round_to(tl.load(src_ptr + offs), dst_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -88,6 +100,14 @@ def test_cast_equals_torch_on_midpoints_subnormals_and_random_bits(device, dtype
         values = torch.cat([values, midpoints(codes), torch.tensor([65519.99, 65520.0, -65520.0])])
     cast = run(_cast_kernel, values, dtype, device)
     assert torch.equal(cast.view(torch.uint8), canonical(values.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_round_equals_torch_but_for_the_bits_of_nan(device, dtype):
+    values = hard_floats()
+    rounded = run(_round_kernel, values, dtype, device)
+    assert torch.equal(rounded.isnan(), values.isnan())
+    assert torch.equal(canonical(rounded), canonical(values.to(dtype)))
 
 
 def test_encode_equals_torch_on_midpoints_subnormals_and_random_bits(device, native):

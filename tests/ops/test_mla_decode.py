@@ -170,7 +170,7 @@ def test_a_request_does_not_depend_on_its_neighbours(device):
     fmt = CacheFormat("bf16", 128, 32)
     case, q = make(fmt, torch.bfloat16, 4, device, ([40, 90, 3], [1, 1, 1]), 0)
     together = mla_decode(q, case.view, softmax_scale=SCALE, num_splits=2, backend="triton")
-    offsets, lengths, table = _host(case.batch)
+    _, lengths, table = _host(case.batch)
     for request in range(3):
         alone = PagedBatch([0, 1], [lengths[request]], [table[request]], device=device)
         result = mla_decode(
@@ -237,6 +237,16 @@ def test_strided_queries_and_given_out(backend, device):
     assert torch.equal(out, expected.out) and torch.equal(result.lse, expected.lse)
 
 
+@pytest.mark.parametrize("num_heads", [1, 5, 17])
+def test_nothing_but_the_given_out_is_written(num_heads, device):
+    """Heads and tokens that tiles round up to stay in the tile."""
+    case, q = make(CacheFormat("bf16", 128, 32), torch.bfloat16, num_heads, device)
+    buffer = torch.full((len(q) + 2, num_heads, 128), 7.0, dtype=q.dtype, device=device)
+    mla_decode(q, case.view, softmax_scale=SCALE, out=buffer[1:-1], backend="triton")
+    assert (buffer[0] == 7).all() and (buffer[-1] == 7).all()
+    assert not (buffer[1:-1] == 7).all(-1).any()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_padding", [0, 3])
 def test_empty_batches_are_fine(backend, num_padding, device):
@@ -275,7 +285,7 @@ def spoiled(**changes):
         (
             spoiled(q=lambda a: a["q"].to("meta")),
             kvkern.DeviceError,
-            r"cache: want device meta, got (cpu|cuda:0)",
+            r"q: want device (cpu|cuda:0), got meta",
         ),
         (
             spoiled(q=lambda a: a["q"][:6]),
@@ -352,6 +362,26 @@ def test_captured_graph_replays_right_after_lengths_and_pages_change(name, devic
         exact, rounded = exact_and_rounded(q, case.cache.view(0, eager))
         assert_within_budget(result.out, exact.out, rounded.out)
         assert_within_budget(result.lse, exact.lse, rounded.lse, eps_of=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+def test_pages_past_2_31_bytes_are_read_right(name, device):
+    """The last pages of a pool of 4 million tokens: an int32 slot offset would wrap."""
+    fmt, num_pages = CacheFormat(name), 62_500
+    case, q = make(fmt, torch.bfloat16, 16, device, ([300], [1]), 0, page_size=64)
+    expected = mla_decode(q, case.view, softmax_scale=SCALE)
+    scales = case.cache.host_scales[0]
+    pool = kvkern.PagedKVCache(
+        fmt, num_layers=1, num_pages=num_pages, page_size=64, device=device,
+        latent_scale=scales[0], rope_scale=scales[1],
+    )  # fmt: skip
+    assert pool.num_bytes > 2**31
+    targets = [num_pages - 1 - i for i in range(case.batch.page_table.shape[1])]
+    kvkern.copy_pages(case.cache, pool, case.batch.page_table[0].tolist(), targets)
+    view = pool.view(0, PagedBatch([0, 1], [300], [targets], device=device))
+    result = mla_decode(q, view, softmax_scale=SCALE)
+    assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
 
 
 @pytest.mark.gpu

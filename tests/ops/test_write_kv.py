@@ -452,11 +452,12 @@ def test_padding_gives_zero_rows_and_is_never_read_into_others(device, backend):
 
 
 @BACKENDS
-def test_token_past_its_row_of_the_page_table_is_padding(device, backend):
+@pytest.mark.parametrize("num_more", [9, 2**30])  # just behind the row, where the next one starts
+def test_token_past_its_row_of_the_page_table_is_padding(device, backend, num_more):
     step = make_step(num_heads=1)
     cache, batch = step.new_cache(device), PagedBatch(*step.batch, device=device)
     view = cache.view(0, batch)
-    batch.cache_lengths += 2**30  # as lengths that only the device knows may be
+    batch.cache_lengths += num_more  # as lengths that only the device knows may be
     kv, q_rope = step.kv.to(device), step.q_rope.to(device)
     write_kv(
         view, kv, step.freqs.to(device), step.gamma.to(device),
@@ -605,8 +606,10 @@ def test_positions_change_the_rotation_and_not_the_slot(device, backend, dtype):
     step = make_step("fp32", num_heads=1)
     plain = step.write(device, backend)
     positions = torch.zeros(NUM_TOKENS, dtype=dtype)
-    positions[: len(POSITIONS)] = torch.tensor(POSITIONS) + 4
-    shifted = replace(step, freqs=torch.cat([torch.full((4, 32), torch.nan), step.freqs]))
+    positions[: len(POSITIONS)] = (
+        torch.tensor(POSITIONS) + 5
+    )  # and 5 is no multiple of the page size
+    shifted = replace(step, freqs=torch.cat([torch.full((5, 32), torch.nan), step.freqs]))
     same(shifted.write(device, backend, positions=positions.to(device)), plain)
     moved = step.write(device, backend, positions=positions.to(device))
     slots = list(SLOTS.values())
@@ -818,6 +821,14 @@ BAD_ARGUMENTS = {
 }
 
 
+def moved(argument, device):
+    """A tensor on another device with the strides that it had, which ``to`` would not keep."""
+    if not isinstance(argument, Tensor) or argument.device.type == "meta":
+        return argument
+    like = {"dtype": argument.dtype, "device": device}
+    return torch.empty_strided(argument.shape, argument.stride(), **like).copy_(argument)
+
+
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_bad_argument_is_named_and_changes_nothing(device, case):
     spoilt, error, message = BAD_ARGUMENTS[case]
@@ -831,12 +842,7 @@ def test_bad_argument_is_named_and_changes_nothing(device, case):
         "q_rope_out": torch.full_like(step.q_rope, 5.0),
         "kv_out": torch.full_like(step.kv, 5.0),
     } | spoilt
-    arguments = {
-        name: value.to(device)
-        if isinstance(value, Tensor) and value.device.type == "cpu"
-        else value
-        for name, value in arguments.items()
-    }
+    arguments = {name: moved(value, device) for name, value in arguments.items()}
     tensors = [x for x in arguments.values() if isinstance(x, Tensor) and x.device.type != "meta"]
     before = [x.clone() for x in tensors]
     view = cache.view(0, PagedBatch(*step.batch, device=device))

@@ -1,0 +1,384 @@
+"""What is measured: a row a shape, the work it holds, its inputs, and the check of its result."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvkern import (
+    CacheFormat,
+    PagedBatch,
+    PagedKVCache,
+    gather_kv,
+    mla_decode,
+    mla_prefill,
+    write_kv,
+)
+from kvkern.layout import FormatName
+from kvkern.reference.mla_decode import attend, request_rows
+from kvkern.testing.budget import assert_within_budget
+from kvkern.testing.inputs import POISON, rope_freqs
+
+PAGE_SIZE = 64  # the one that every peer takes
+_FP8_SCALE = 2.0**-6  # e4m3 then reaches to 7, and normalised latents seldom to 5
+_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention dims of one card's share of a model."""
+
+    name: str
+    num_heads: int
+    kv_lora_rank: int = 512
+    rope_dim: int = 64
+    nope_dim: int = 128
+    v_dim: int = 128
+
+    @property
+    def softmax_scale(self) -> float:
+        return (self.nope_dim + self.rope_dim) ** -0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape; every request has ``query_len`` new tokens and, with them, ``seq_len`` tokens."""
+
+    op: Literal["write_kv", "mla_decode", "mla_prefill"]
+    model: Model
+    num_requests: int
+    query_len: int
+    seq_len: int
+    format: FormatName = "bf16"
+
+    @property
+    def name(self) -> str:
+        shape = f"B{self.num_requests}-H{self.model.num_heads}-q{self.query_len}-s{self.seq_len}"
+        return f"{self.op}-{self.model.name}-{self.format}-{shape}"
+
+    @property
+    def cache_format(self) -> CacheFormat:
+        return CacheFormat(self.format, self.model.kv_lora_rank, self.model.rope_dim)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_requests * self.query_len
+
+    @property
+    def cached_len(self) -> int:
+        return self.seq_len - self.query_len
+
+    @property
+    def num_bytes(self) -> int:
+        """Every input read once and every output written once; not the page table and the like."""
+        model, fmt, tokens = self.model, self.cache_format, self.num_tokens
+        token_heads = tokens * model.num_heads
+        if self.op == "write_kv":
+            rows = tokens * (2 * fmt.row_dim + fmt.row_bytes) + 2 * fmt.kv_lora_rank
+            return rows + 4 * self.query_len * fmt.rope_dim + 2 * 2 * token_heads * fmt.rope_dim
+        if self.op == "mla_decode":
+            rows = self.num_requests * self.seq_len * fmt.row_bytes
+            return rows + token_heads * (2 * (fmt.row_dim + fmt.kv_lora_rank) + 4)
+        head_dims = (model.nope_dim + model.rope_dim) + model.nope_dim + 2 * model.v_dim
+        num_bytes = token_heads * (2 * head_dims + 4) + 2 * tokens * model.rope_dim
+        if self.cached_len:
+            num_bytes += self.num_requests * self.cached_len * fmt.row_bytes
+            num_bytes += 2 * self._num_expansion_weights
+        return num_bytes
+
+    @property
+    def num_flops(self) -> int:
+        """Of the matrix products, without what the causal mask hides; none in ``write_kv``."""
+        model, q = self.model, self.query_len
+        if self.op == "write_kv":
+            return 0
+        num_pairs = self.num_requests * (q * self.cached_len + q * (q + 1) // 2)
+        if self.op == "mla_decode":
+            dims = 2 * model.kv_lora_rank + model.rope_dim
+            return 2 * num_pairs * model.num_heads * dims
+        dims = model.nope_dim + model.rope_dim + model.v_dim
+        expansion = 2 * self.num_requests * self.cached_len * self._num_expansion_weights
+        return 2 * num_pairs * model.num_heads * dims + expansion
+
+    @property
+    def _num_expansion_weights(self) -> int:
+        """Of W_UK and W_UV, which make keys and values of the cached tokens."""
+        model = self.model
+        return model.num_heads * model.kv_lora_rank * (model.nope_dim + model.v_dim)
+
+
+_V3 = Model("deepseek_v3", 128)
+_V3_TP8 = Model("deepseek_v3_tp8", 16)
+_MISTRAL4_TP2 = Model("mistral4_tp2", 16, kv_lora_rank=256, nope_dim=64)
+
+
+def _write(model: Model, num_tokens: int, format: FormatName) -> Case:
+    """Up to 128 tokens decode, one a request; more come in chunks of 512. 1024 tokens before."""
+    query_len = 1 if num_tokens <= 128 else 512
+    return Case("write_kv", model, num_tokens // query_len, query_len, 1024 + query_len, format)
+
+
+_DECODE = (  # model, B, q, s
+    (_V3, 128, 1, 4096),
+    (_V3, 64, 1, 8192),
+    (_V3, 32, 2, 8192),
+    (_V3_TP8, 128, 1, 4096),
+    (_V3_TP8, 16, 1, 8192),
+    (_V3, 1, 1, 32768),
+    (_V3_TP8, 1, 1, 131072),
+    (_V3, 4, 1, 131072),
+    (_V3, 256, 1, 1024),
+)
+CASES: tuple[Case, ...] = (
+    *(_write(_V3, tokens, "bf16") for tokens in (1, 16, 128, 4096, 16384)),
+    _write(_V3_TP8, 512, "bf16"),
+    *(_write(_V3, tokens, "fp8") for tokens in (128, 512, 4096, 16384)),
+    *(_write(_V3_TP8, tokens, "fp8") for tokens in (128, 16384)),
+    *(_write(_V3, tokens, "fp8_ds_mla") for tokens in (16, 4096)),
+    _write(_V3_TP8, 16384, "fp8_ds_mla"),
+    *(Case("mla_decode", *shape) for shape in _DECODE),
+    *(
+        Case("mla_decode", *_DECODE[row], name)
+        for name in ("fp8", "fp8_ds_mla")
+        for row in (0, 3, 5)  # bound by arithmetic, by memory, by how keys are split
+    ),
+    Case("mla_prefill", _V3_TP8, 1, 8192, 8192),
+    Case("mla_prefill", _V3, 1, 4096, 4096),
+    Case("mla_prefill", _V3_TP8, 4, 4096, 4096),
+    Case("mla_prefill", _V3_TP8, 1, 32768, 32768),
+    Case("mla_prefill", _MISTRAL4_TP2, 1, 8192, 8192),
+    Case("mla_prefill", _V3_TP8, 4, 1024, 1024 + 8192),  # chunks of prompts, mostly cached
+)
+
+
+class Implementation(NamedTuple):
+    """One way to do a case's work."""
+
+    name: str
+    call: Callable[[], object]
+    check: Callable[[], None] | None  # AssertionError if the result is wrong; None: not comparable
+    note: str = ""
+
+
+class Step:
+    """A case's cache and batch on a device; the same every time."""
+
+    def __init__(self, case: Case, device: torch.device | str) -> None:
+        torch.manual_seed(0)
+        self.case, self.device = case, torch.device(device)
+        num_pages = -(-case.seq_len // PAGE_SIZE)
+        shuffled = torch.randperm(case.num_requests * num_pages)
+        self.page_table: np.ndarray = shuffled.view(case.num_requests, num_pages).numpy()
+        self.batch = self.batch_of(range(case.num_requests))
+        self.cache = self.new_cache()
+        self.view = self.cache.view(0, self.batch)
+        self.freqs = rope_freqs(case.seq_len, case.model.rope_dim, device=str(device))
+        self.gamma = torch.rand(case.model.kv_lora_rank, device=device).add_(0.5).to(_DTYPE)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=_DTYPE, device=self.device)
+
+    def rows(self, num_tokens: int) -> Tensor:
+        """Latents and rope keys with a mean, without which a sum's bias would not show."""
+        return self.randn(num_tokens, self.case.cache_format.row_dim).add_(1.0)
+
+    def new_cache(self) -> PagedKVCache:
+        fmt = self.case.cache_format
+        scale = _FP8_SCALE if fmt.layer_scaled else 1.0
+        cache = PagedKVCache(
+            fmt, num_layers=1, num_pages=self.page_table.size, page_size=PAGE_SIZE,
+            device=self.device, latent_scale=scale, rope_scale=scale,
+        )  # fmt: skip
+        cache.storage.fill_(POISON)
+        return cache
+
+    def batch_of(self, requests: Sequence[int], *, all_new: bool = False) -> PagedBatch:
+        """Some of the requests; ``all_new``: as if none of their tokens were cached yet."""
+        case = self.case
+        query_len = case.seq_len if all_new else case.query_len
+        offsets = np.arange(len(requests) + 1) * query_len
+        lengths = np.full(len(requests), case.seq_len - query_len)
+        return PagedBatch(offsets, lengths, self.page_table[list(requests)], device=self.device)
+
+    def fill_cache(self) -> None:
+        """Store all tokens of all requests."""
+        every = self.batch_of(range(self.case.num_requests), all_new=True)
+        rows = self.rows(self.case.num_requests * self.case.seq_len)
+        write_kv(self.cache.view(0, every), rows, self.freqs, self.gamma)
+
+    def sampled_requests(self) -> list[int]:
+        """The first, one in the middle, and the last."""
+        num = self.case.num_requests
+        return sorted({0, num // 2, num - 1})
+
+
+class WriteStep(Step):
+    """``write_kv``, with the query's rope columns on their way into the packed query."""
+
+    def __init__(self, case: Case, device: torch.device | str) -> None:
+        super().__init__(case, device)
+        model, num_tokens = case.model, case.num_tokens
+        self.kv = self.rows(num_tokens)
+        projected = self.randn(num_tokens, model.num_heads, model.nope_dim + model.rope_dim)
+        self.q_rope = projected[..., model.nope_dim :]
+        self.q_rope_out = self.new_q_rope_out()
+
+    def new_q_rope_out(self) -> Tensor:
+        fmt = self.case.cache_format
+        shape = (self.case.num_tokens, self.case.model.num_heads, fmt.row_dim)
+        packed = torch.zeros(shape, dtype=_DTYPE, device=self.device)
+        return packed[..., fmt.kv_lora_rank :]
+
+    def kvkern(self) -> Implementation:
+        def call() -> None:
+            query = {"q_rope": self.q_rope, "q_rope_out": self.q_rope_out}
+            write_kv(self.view, self.kv, self.freqs, self.gamma, **query)
+
+        def check() -> None:
+            call()
+            cache, q_rope_out = self.new_cache(), torch.empty_like(self.q_rope)
+            self._reference(cache, torch.bfloat16, q_rope_out)
+            assert torch.equal(self.cache.storage, cache.storage), (
+                "stored bytes: not the reference's"
+            )
+            assert torch.equal(self.q_rope_out, q_rope_out), "q_rope_out: not the reference's"
+
+        return Implementation("kvkern", call, check)
+
+    def check_rounded_elsewhere(self, cache: PagedKVCache, q_rope_out: Tensor) -> None:
+        """By the budget, for one whose bytes may differ."""
+        rounded = self.new_cache()
+        exact_q = torch.empty_like(self.q_rope, dtype=torch.float64)
+        exact_rows = torch.empty_like(self.kv, dtype=torch.float64)
+        self._reference(rounded, torch.float64, exact_q, exact_rows)
+        some = slice(None, None, max(1, self.case.num_tokens // 512))
+        exact_q, exact_rows = exact_q[some], exact_rows[some]
+        assert_within_budget(q_rope_out[some], exact_q, exact_q.to(_DTYPE))
+        got, want = (self._stored_rows(c)[some] for c in (cache, rounded))
+        assert_within_budget(got, exact_rows, want, eps_of=self.case.cache_format.latent_dtype)
+
+    def _reference(
+        self, cache: PagedKVCache, dtype: torch.dtype, q_out: Tensor, kv_out: Tensor | None = None
+    ) -> None:
+        write_kv(
+            cache.view(0, self.batch), self.kv.to(dtype), self.freqs, self.gamma, kv_out=kv_out,
+            q_rope=self.q_rope.to(dtype), q_rope_out=q_out, backend="reference",
+        )  # fmt: skip
+
+    def _stored_rows(self, cache: PagedKVCache) -> Tensor:
+        view, start = cache.view(0, self.batch), self.case.cached_len
+        rows = gather_kv(view, start=start, dtype=torch.float32, backend="reference")
+        return rows.flatten(0, 1)
+
+
+class DecodeStep(Step):
+    """``mla_decode`` on a full cache."""
+
+    def __init__(self, case: Case, device: torch.device | str) -> None:
+        super().__init__(case, device)
+        self.fill_cache()
+        self.q = self.randn(case.num_tokens, case.model.num_heads, case.cache_format.row_dim)
+
+    def kvkern(self) -> Implementation:
+        def call() -> tuple[Tensor, ...]:
+            return mla_decode(self.q, self.view, softmax_scale=self.case.model.softmax_scale)
+
+        return Implementation("kvkern", call, lambda: self.check(call()))
+
+    def check(self, got: Iterable[Tensor], q: Tensor | None = None) -> None:
+        """Compare ``out`` and, if given, ``lse`` on sampled requests; ``q``: another query."""
+        requests = self.sampled_requests()
+        view = self.cache.view(0, self.batch_of(requests))
+
+        def sample(packed: Tensor) -> Tensor:
+            return packed.unflatten(0, (-1, self.case.query_len))[requests].flatten(0, 1)
+
+        def reference(q: Tensor) -> tuple[Tensor, ...]:
+            scale = self.case.model.softmax_scale
+            return mla_decode(q, view, softmax_scale=scale, backend="reference")
+
+        q = sample(self.q if q is None else q)
+        _judge(got, sample, reference(q.double()), reference(q))
+
+
+class PrefillStep(Step):
+    """``mla_prefill`` of all requests' new tokens, and of what is cached before them."""
+
+    def __init__(self, case: Case, device: torch.device | str) -> None:
+        super().__init__(case, device)
+        self.fill_cache()
+        model, num_tokens, heads = case.model, case.num_tokens, case.model.num_heads
+        self.q = self.randn(num_tokens, heads, model.nope_dim + model.rope_dim)
+        self.k_nope = self.randn(num_tokens, heads, model.nope_dim)
+        self.k_rope = self.randn(num_tokens, model.rope_dim)
+        self.v = self.randn(num_tokens, heads, model.v_dim).add_(1.0)
+        rank = model.kv_lora_rank
+        self.w_uk = self.randn(heads, model.nope_dim, rank).mul_(rank**-0.5)
+        self.w_uv = self.randn(heads, rank, model.v_dim).mul_(rank**-0.5)
+
+    def kvkern(self) -> Implementation:
+        weights = {"w_uk": self.w_uk, "w_uv": self.w_uv} if self.case.cached_len else {}
+
+        def call() -> tuple[Tensor, ...]:
+            inputs = (self.q, self.k_nope, self.k_rope, self.v, self.view)
+            return mla_prefill(*inputs, softmax_scale=self.case.model.softmax_scale, **weights)
+
+        return Implementation("kvkern", call, lambda: self.check(call()))
+
+    def check(self, got: Iterable[Tensor]) -> None:
+        """Compare ``out`` and, if given, ``lse`` on a few tokens and heads of sampled requests."""
+        got, query_len, num_heads = tuple(got), self.case.query_len, self.case.model.num_heads
+        tokens = sorted({0, 1, query_len // 2, query_len - 1} & set(range(query_len)))
+        heads = sorted({0, num_heads // 2, num_heads - 1})
+        for request in self.sampled_requests():
+
+            def sample(packed: Tensor, request: int = request) -> Tensor:
+                return packed.unflatten(0, (-1, query_len))[request, tokens][:, heads]
+
+            exact = self._attend(request, tokens, heads, torch.float64)
+            out, lse = self._attend(request, tokens, heads, torch.float32)
+            _judge(got, sample, exact, (out.to(_DTYPE), lse))
+
+    def _attend(
+        self, request: int, tokens: list[int], heads: list[int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        cached, query_len = self.case.cached_len, self.case.query_len
+        own = slice(request * query_len, (request + 1) * query_len)
+
+        def keys(nope: Tensor, rope: Tensor) -> Tensor:
+            return torch.cat([nope, rope[:, None].expand(-1, len(heads), -1)], dim=-1)
+
+        key = keys(self.k_nope[own, heads].to(dtype), self.k_rope[own].to(dtype))
+        value = self.v[own, heads].to(dtype)
+        if cached:
+            rows, _ = request_rows(self.view.pages, self.batch, request, cached, dtype)
+            latent, rope = rows.tensor_split([self.case.model.kv_lora_rank], dim=-1)
+            nope = torch.einsum("sl,hnl->shn", latent, self.w_uk[heads].to(dtype))
+            key = torch.cat([keys(nope, rope), key])
+            old_value = torch.einsum("sl,hlv->shv", latent, self.w_uv[heads].to(dtype))
+            value = torch.cat([old_value, value])
+        positions = torch.tensor(tokens, device=self.device) + cached
+        visible = torch.arange(len(key), device=self.device) <= positions[:, None]
+        q = self.q[own][tokens][:, heads].to(dtype)
+        return attend(q, key, value, visible, self.case.model.softmax_scale)
+
+
+def make_step(case: Case, device: torch.device | str) -> WriteStep | DecodeStep | PrefillStep:
+    """The case's inputs; on a GPU they are made there."""
+    if case.op == "write_kv":
+        return WriteStep(case, device)
+    return DecodeStep(case, device) if case.op == "mla_decode" else PrefillStep(case, device)
+
+
+def _judge(
+    got: Iterable[Tensor],
+    sample: Callable[[Tensor], Tensor],
+    exact: Iterable[Tensor],
+    rounded: Iterable[Tensor],
+) -> None:
+    for tensor, want, same_dtype in zip(got, exact, rounded, strict=False):  # a peer gives no lse
+        assert tensor.isfinite().all(), "result: want finite"
+        assert_within_budget(sample(tensor), want, same_dtype, eps_of=_DTYPE)

@@ -1,0 +1,153 @@
+import pytest
+import torch
+
+from kvkern import ArgumentError, CacheFormat, DeviceError, KvkernError, PagedBatch, PagedKVCache
+from kvkern.layout import FORMAT_NAMES
+
+SIZES = {"num_layers": 3, "num_pages": 5, "page_size": 4}
+
+
+def make_cache(device, name="fp8_ds_mla", dims=(384, 48), **options):
+    return PagedKVCache(CacheFormat(name, *dims), device=device, **(SIZES | options))
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_cache_is_one_allocation_of_the_formats_rows(device, name):
+    cache = make_cache(device, name)
+    row_bytes = cache.format.row_bytes
+    assert (cache.num_layers, cache.num_pages, cache.page_size) == (3, 5, 4)
+    assert cache.storage.shape == (3, 5, 4, row_bytes) and cache.storage.is_contiguous()
+    assert cache.num_bytes == cache.storage.untyped_storage().nbytes() == 3 * 5 * 4 * row_bytes
+    assert cache.page_bytes == 3 * 4 * row_bytes
+    assert cache.device.type == device
+    first, last = cache.storage.data_ptr(), cache.storage.data_ptr() + cache.num_bytes
+    for layer in range(3):
+        pages = cache.layer(layer)
+        for field in [pages.latent, pages.rope, pages.group_scales]:
+            assert field is None or first <= field.data_ptr() < last
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("dims", [(512, 64), (384, 48), (128, 0)])
+def test_fields_are_the_bytes_that_the_format_says(device, name, dims):
+    """Writing a field through its typed view changes its own bytes of its own row, only."""
+    cache = make_cache(device, name, dims)
+    fmt, pages = cache.format, cache.layer(1)
+    assert (pages.num_pages, pages.page_size, pages.device) == (5, 4, cache.device)
+    assert pages.latent.shape == (5, 4, fmt.kv_lora_rank)
+    assert pages.rope.shape == (5, 4, fmt.rope_dim)
+    assert (pages.latent.dtype, pages.rope.dtype) == (fmt.latent_dtype, fmt.rope_dtype)
+    fields = [(pages.latent, 0), (pages.rope, fmt.rope_offset)]
+    if fmt.group_scaled:
+        assert pages.group_scales.dtype == torch.float32
+        assert pages.group_scales.shape == (5, 4, fmt.num_groups)
+        fields.append((pages.group_scales, fmt.scales_offset))
+    else:
+        assert pages.group_scales is None
+    for field, start in fields:
+        cache.storage.fill_(0xA5)
+        expected = cache.storage.clone()
+        num_bytes = field.shape[-1] * field.element_size()
+        values = torch.arange(num_bytes, device=device).to(torch.uint8)
+        expected[1, 3, 2, start : start + num_bytes] = values
+        field[3, 2] = values.view(field.dtype)
+        assert torch.equal(cache.storage, expected)
+
+
+def test_fp8_scales_are_one_per_layer_or_one_for_all(device):
+    cache = make_cache(device, "fp8", latent_scale=0.5, rope_scale=[1.0, 2.0, 0.1])
+    tenth = torch.tensor(0.1).item()  # fp32
+    assert cache.layer_scales.tolist() == [[0.5, 1.0], [0.5, 2.0], [0.5, tenth]]
+    assert cache.host_scales == cache.layer_scales.tolist()
+    for layer in range(3):
+        scales = cache.layer(layer).layer_scales
+        assert scales.dtype == torch.float32 and scales.device == cache.device
+        assert scales.tolist() == cache.host_scales[layer]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "fp8_ds_mla"])
+def test_formats_without_layer_scales_refuse_them(device, name):
+    assert make_cache(device, name).layer(0).layer_scales is None
+    for scales in [{"latent_scale": 0.5}, {"rope_scale": [1.0, 1.0, 2.0]}]:
+        message = f"latent_scale, rope_scale: want 1 for format {name}, which has no layer scales"
+        with pytest.raises(ArgumentError, match=message):
+            make_cache(device, name, **scales)
+
+
+@pytest.mark.parametrize(
+    "scale, message",
+    [
+        (0.0, "want finite and > 0, got 0.0"),
+        (-1.0, "want finite and > 0, got -1.0"),
+        (float("nan"), "want finite and > 0, got nan"),
+        (float("inf"), "want finite and > 0, got inf"),
+        (1e-60, "want finite and > 0, got 1e-60"),  # 0 in fp32
+        ([1.0, 1.0, 0.0], r"want finite and > 0, got \[1.0, 1.0, 0.0\]"),
+        ([1.0, 2.0], r"want one value or one per layer \(3\), got \[2\]"),
+    ],
+)
+@pytest.mark.parametrize("name", ["latent_scale", "rope_scale"])
+def test_bad_scale_is_named(device, name, scale, message):
+    with pytest.raises(ArgumentError, match=f"{name}: {message}") as raised:
+        make_cache(device, "fp8", **{name: scale})
+    assert isinstance(raised.value, KvkernError)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("size", [0, -1])
+def test_bad_size_is_named(device, name, size):
+    with pytest.raises(ArgumentError, match=f"{name}: want >= 1, got {size}"):
+        make_cache(device, **{name: size})
+
+
+def test_pinned_memory_is_for_the_cpu():
+    with pytest.raises(ArgumentError, match="pin_memory: want device cpu, got meta"):
+        make_cache("meta", pin_memory=True)
+
+
+@pytest.mark.parametrize("layer", [-1, 3])
+def test_layer_outside_the_cache_is_named(device, layer):
+    cache, batch = make_cache(device), PagedBatch([0], [], [], device=device)
+    for use in [cache.layer, lambda index: cache.view(index, batch)]:
+        with pytest.raises(ArgumentError, match=rf"layer: want in \[0, 3\), got {layer}"):
+            use(layer)
+
+
+def test_view_names_a_batch_on_another_device(device):
+    batch = PagedBatch([0, 1], [0], [[0]], device="meta")
+    with pytest.raises(DeviceError, match=r"batch: want device .*, got meta"):
+        make_cache(device).view(0, batch)
+
+
+def test_view_is_a_layer_as_a_batch_sees_it(device):
+    cache, batch = make_cache(device), PagedBatch([0, 1], [3], [[4]], device=device)
+    before = cache.storage.clone()
+    view = cache.view(2, batch)
+    assert view.pages is cache.layer(2) and view.batch is batch and view.format is cache.format
+    assert torch.equal(cache.storage, before)
+
+
+def test_view_refuses_pages_the_cache_has_not(device):
+    cache = make_cache(device)
+    for offsets, lengths, table, message in [
+        ([0, 1], [3], [[5]], "page_table: want page ids below num_pages=5, got 5"),
+        (
+            [0, 1],
+            [4],
+            [[0]],
+            "page_table: want at least 2 columns for a sequence of 5 tokens at page_size=4, got 1",
+        ),
+    ]:
+        batch = PagedBatch(offsets, lengths, table, device=device)
+        for _ in range(2):  # a refused batch is not remembered as sound
+            with pytest.raises(ArgumentError, match=message):
+                cache.view(0, batch)
+
+
+def test_batch_is_checked_against_each_cache_that_it_meets(device):
+    batch = PagedBatch([0, 1], [7], [[0, 4]], device=device)
+    make_cache(device).view(0, batch)
+    with pytest.raises(ArgumentError, match="want page ids below num_pages=4, got 4"):
+        make_cache(device, num_pages=4).view(0, batch)
+    with pytest.raises(ArgumentError, match="want at least 3 columns"):
+        make_cache(device, page_size=3).view(0, batch)
