@@ -78,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max-batch-tokens", type=_count, default=64, metavar="N", help="a step (default: 64)")
     add("--cache-format", choices=FORMAT_NAMES, help="default: the model's dtype")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), help="default: fp32 on a CPU, else bf16")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: bf16 for a checkpoint on a GPU, else fp32",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the small model (default: 0)")
     add(
         "--no-verify",

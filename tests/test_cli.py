@@ -63,7 +63,7 @@ def test_module_runs_as_a_command():
     )
     assert done.returncode == 0, done.stderr
     assert f"kvkern {kvkern.__version__}" in done.stdout
-    assert torch.__version__ in done.stdout
+    assert torch.__version__.partition("+")[0] in done.stdout  # some builds omit the suffix
 
 
 def test_info_names_every_op_the_backend_it_runs_and_why_not_the_others(capsys, monkeypatch):

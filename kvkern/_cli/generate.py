@@ -110,7 +110,9 @@ def run(settings: argparse.Namespace) -> int:
 
 def _load(settings: argparse.Namespace) -> _Served:
     device, on_cpu = settings.device, settings.device.type == "cpu"
-    dtype = _DTYPES[settings.dtype or ("fp32" if on_cpu else "bf16")]
+    # the small model is there to compare tokens, which only fp32 promises to be equal
+    default = "fp32" if on_cpu or settings.model is None else "bf16"
+    dtype = _DTYPES[settings.dtype or default]
     hf_model: Any
     tokenizer: ByteTokenizer | CheckpointTokenizer
     if settings.model is None:

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -88,9 +88,7 @@ def explain(
 
 
 @lru_cache
-def choose(
-    op: str, name: str, device: torch.device, dtype: torch.dtype
-) -> Callable[..., Any]:
+def choose(op: str, name: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
     """The implementation that runs; remembered per argument, so a call costs one lookup.
 
     Raises:
@@ -104,15 +102,28 @@ def choose(
                 reason = backend.refuses(device, dtype)
                 if reason is not None:
                     raise UnsupportedError(f"{op}: backend {name!r} refuses: {reason}")
-                return backend.load()
+                return _on_device(backend.load(), device)
         names = ", ".join(["auto", *(backend.name for backend in backends)])
         raise ArgumentError(f"backend: want one of {names}; got {name!r}")
     rows = explain(op, device, dtype)
     for backend, (_, reason) in zip(backends, rows, strict=True):
         if reason is None:
-            return backend.load()
+            return _on_device(backend.load(), device)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rows)
     raise UnsupportedError(f"{op}: no backend runs this call ({reasons})")
+
+
+def _on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """``run`` with the tensors' card as the current one: Triton launches where the host stands."""
+    if device.type != "cuda":
+        return run
+
+    @wraps(run)
+    def run_there(*arguments: Any) -> Any:
+        with torch.cuda.device(device):
+            return run(*arguments)
+
+    return run_there
 
 
 def _backends(op: str) -> tuple[Backend, ...]:

@@ -336,9 +336,7 @@ def _checked(offsets: IntArray, lengths: IntArray, table: IntArray) -> _HostData
         raise ArgumentError(f"input_row_offsets: want non-decreasing, got {pair} at {where}")
     if (host.cache_lengths < 0).any():
         where = int(np.argmax(host.cache_lengths < 0))
-        raise ArgumentError(
-            f"cache_lengths: want >= 0, got {host.cache_lengths[where]} at {where}"
-        )
+        raise ArgumentError(f"cache_lengths: want >= 0, got {host.cache_lengths[where]} at {where}")
     if (host.page_table < -1).any():
         raise ArgumentError(f"page_table: want ids >= -1, got {host.page_table.min()}")
     return host

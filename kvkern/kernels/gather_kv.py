@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.numerics import round_to
 from kvkern.kernels.paging import load_latent, load_pages, load_rope, row_fields
@@ -45,12 +45,12 @@ def _gather_kv_kernel(
     GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """Program (block, request) reads BLOCK_N positions."""
-    request = tl.program_id(1).to(tl.int64)
+    """Program (request, block) reads BLOCK_N positions."""
+    request = tl.program_id(0).to(tl.int64)
     end = tl.load(cache_lengths_ptr + request)
     if INCLUDE_NEW:
         end += tl.load(offsets_ptr + request + 1) - tl.load(offsets_ptr + request)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     positions = start + offs_n
     table_ptr = page_table_ptr + request * max_pages
     page = load_pages(table_ptr, positions, positions < end, max_pages, page_size).to(tl.int64)
@@ -95,7 +95,7 @@ def _call(
         "BLOCK_N": _BLOCK_N,
     }
     return (
-        (triton.cdiv(length, _BLOCK_N), num_requests),
+        (num_requests, triton.cdiv(length, _BLOCK_N)),
         arguments,
         {"num_warps": 4, "enable_fp_fusion": True},
     )
@@ -124,4 +124,4 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         gpu = Gpu(capability, num_sms=108)
         _, arguments, options = _call(cache.layer(0), batch, 0, True, out, gpu)
         label = f"{name}-{dtype}-L{latent_dim}-R{rope_dim}".replace("torch.", "")
-        yield config_of_call(_gather_kv_kernel, label, arguments, options)
+        yield config_of_call(_gather_kv_kernel, label, arguments, options, **SMALL_SPILLS)

@@ -64,10 +64,12 @@ def _mla_decode_kernel(
     LN_2: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    head_block = tl.program_id(0)  # fastest, so that head blocks share their keys in L2
-    tile = tl.program_id(1)
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
+    # head blocks are neighbours, so that they share their keys in L2
+    num_head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    tile = tl.program_id(0) // num_head_blocks
+    head_block = tl.program_id(0) % num_head_blocks
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
     request, q_start, q_end, first_token = find_tile(
         offsets_ptr, num_requests, num_tokens, tile, BLOCK_T
     )
@@ -271,7 +273,7 @@ def mla_decode(
         outs = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
         lses = lse.new_empty(num_splits, *lse.shape)
     arguments, options = _call(q, pages, batch, softmax_scale, outs, lses, tiles, gpu)
-    grid = (head_blocks, token_tiles, num_splits)
+    grid = (token_tiles * head_blocks, num_splits)
     _mla_decode_kernel[grid](**arguments, **options)
     if num_splits > 1:
         merge_states(outs, lses, out, lse)

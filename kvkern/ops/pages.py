@@ -1,5 +1,6 @@
 """Moving pages: out as dense latents, or from page to page."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -111,8 +112,7 @@ def copy_pages(
             same cache, or on different devices.
         src_pages, dst_pages: page ids on the host, equally many. Destinations are distinct; within
             one cache no page is both source and destination.
-        backend: ``"auto"``, or a name; between devices the copy engine does the work whatever
-            the name.
+        backend: ``"auto"``, or a name; between devices the copy engine does the work.
 
     Returns:
         A ``PageCopy``: ``wait()`` blocks until the bytes have arrived, ``wait_on_stream(stream)``
@@ -125,13 +125,14 @@ def copy_pages(
     Source: copy-on-write of shared pages, arXiv:2309.06180, section 4.4.
     """
     _check_same_geometry(src, dst)
-    sources, targets = list(map(int, src_pages)), list(map(int, dst_pages))
+    sources = [operator.index(page) for page in src_pages]
+    targets = [operator.index(page) for page in dst_pages]
     _check_page_lists(src, dst, sources, targets)
     accelerator = next((c.device for c in (src, dst) if c.device.type != "cpu"), None)
+    run = choose("copy_pages", backend, accelerator or src.device, torch.uint8)
     if not sources:
         return PageCopy(accelerator)
     if src.device == dst.device:
-        run = choose("copy_pages", backend, src.device, torch.uint8)
         run(src.storage, dst.storage, sources, targets)
     else:
         _copy_between_devices(src.storage, dst.storage, sources, targets)
@@ -153,8 +154,7 @@ def _check_same_geometry(src: PagedKVCache, dst: PagedKVCache) -> None:
 
     if geometry(src) != geometry(dst):
         raise ArgumentError(
-            f"dst: want src's format, num_layers and page_size {geometry(src)}, "
-            f"got {geometry(dst)}"
+            f"dst: want src's format, num_layers and page_size {geometry(src)}, got {geometry(dst)}"
         )
     if src.host_scales != dst.host_scales:
         raise ArgumentError("dst: want src's scales, or its bytes would mean other values")

@@ -55,7 +55,7 @@ def write_kv(
         rope_style: which columns make pair i: ``"interleaved"`` ``(2i, 2i+1)``, or ``"half"``
             ``(i, i + R/2)``.
         rounding: ``"once"``: fp32 up to the one rounding into the cache. ``"hf"``: also rounds to
-            gamma's dtype before and after the multiplication by gamma, as published model code does.
+            gamma's dtype before and after the multiplication by gamma, as published models do.
         sanitize: store 0 for NaN and the largest finite value for an infinity, so that a bad
             token cannot spread through the pool.
         backend: ``"auto"``, or a name: used or refused, never replaced.

@@ -65,7 +65,7 @@ def write_rows(
 
 
 def power_of_two_scales(groups: Tensor) -> Tensor:
-    """fp32 scale of each group ``[..., GROUP_SIZE]``: amax / 448, at least 1e-4, rounded up to 2**n.
+    """fp32 scale of groups ``[..., GROUP_SIZE]``: amax / 448, at least 1e-4, rounded up to 2**n.
 
     NaN does not count; an infinity counts as 448 * 2**119, which a row can hold.
     """

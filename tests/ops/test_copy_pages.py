@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -144,7 +146,16 @@ def test_unknown_backend_is_named(device):
     assert torch.equal(cache.storage, before)
 
 
-# ---- to the host and back
+# ---- on the card, to the host and back
+
+
+@contextmanager
+def synchronisation_is_an_error():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -174,14 +185,11 @@ def test_transfer_neither_waits_nor_overtakes_the_write_before_it():
     torch.cuda.synchronize()
     gpu.storage.zero_()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation_is_an_error():
         torch.cuda._sleep(100_000_000)  # the write stays queued for tens of milliseconds
         write_kv(gpu.view(1, batch), kv, freqs, gamma)
         copied = copy_pages(gpu, host, [2], [0])
         is_queued = not copied._event.query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     copied.wait()
     assert is_queued
     assert torch.equal(host.storage[:, 0], gpu.storage[:, 2].cpu())
@@ -196,8 +204,9 @@ def test_another_stream_can_wait_for_the_pages():
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     torch.cuda._sleep(100_000_000)
-    copied = copy_pages(gpu, gpu, [1], [4])
-    copied.wait_on_stream(side)
+    with synchronisation_is_an_error():
+        copied = copy_pages(gpu, gpu, [1], [4])
+        copied.wait_on_stream(side)
     with torch.cuda.stream(side):
         target.copy_(gpu.storage[:, 4])
     torch.cuda.synchronize()
