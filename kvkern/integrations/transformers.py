@@ -219,7 +219,7 @@ class PagedModel:
         return self._freqs
 
     def _rotary(self, dtype: torch.dtype) -> Callable[[Tensor], Any]:
-        """Maps positions ``[1, n]`` to what the model's rotary module gives a dtype's activations."""
+        """Maps positions ``[1, n]`` to what the model's rotary module gives in ``dtype``."""
         like = torch.empty(0, dtype=dtype, device=self.device)
         return lambda positions: self.hf_model.base_model.rotary_emb(like, positions)
 
