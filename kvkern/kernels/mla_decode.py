@@ -183,21 +183,21 @@ def choose_tiles(
     """
     is_fp8, converts = fmt.latent_dtype.itemsize == 1, fmt.latent_dtype != q_dtype
     if torch.float32 in (fmt.latent_dtype, q_dtype):  # no tensor cores: to check models with
-        rows, block_n, num_stages = 16, 16, 1 if q_dtype == torch.float32 else 2
+        max_rows, block_n, num_stages = 16, 16, 1 if q_dtype == torch.float32 else 2
     elif not gpu.has_large_shared:
-        rows, block_n, num_stages = 16, 32, 2
+        max_rows, block_n, num_stages = 16, 32, 2
     elif gpu.capability < 90 or (converts and not is_fp8):
         # rows to be converted wait in registers, and take the place of query rows
-        rows = (16 if fmt.group_scaled else 32) if converts else 64
+        max_rows = (16 if fmt.group_scaled else 32) if converts else 64
         block_n, num_stages = 32, 2
     else:
         # see _spills for what fp8 pays; sm_100 has not the shared memory for a third bf16 stage
-        rows, block_n = 64, 64 if is_fp8 else 32
+        max_rows, block_n = 64, 64 if is_fp8 else 32
         num_stages = 3 if is_fp8 or gpu.capability == 90 else 2
-    block_h = min(triton.next_power_of_2(num_heads), rows)
-    block_t = min(triton.next_power_of_2(max(max_query_len, 1)), rows // block_h)
+    block_h = min(triton.next_power_of_2(num_heads), max_rows)
+    block_t = min(triton.next_power_of_2(max(max_query_len, 1)), max_rows // block_h)
     block_t = max(block_t, -(-16 // block_h))  # tl.dot wants 16 rows
-    if rows == 64 and block_t * block_h == 16 and gpu.capability >= 90:
+    if max_rows == 64 and block_t * block_h == 16 and gpu.capability >= 90:
         block_n = 64  # few rows leave room for more keys in flight
     return Tiles(block_t, block_h, block_n, 8, num_stages)
 

@@ -1,0 +1,71 @@
+"""Tile and split choices are pure functions, so they are tested for cards that are not there."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvkern.kernels import mla_decode, mla_prefill, write_kv
+from kvkern.kernels.device import INTERPRETED, Gpu
+from kvkern.layout import FORMAT_NAMES, CacheFormat
+
+GPUS = [INTERPRETED, *(Gpu(capability, 108) for capability in (80, 89, 90, 100, 120))]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.capability}")
+def test_decode_tiles_are_whole_powers_of_two_that_the_tensor_cores_take(gpu):
+    for name, dtype, num_heads, max_query_len in itertools.product(
+        FORMAT_NAMES, DTYPES, [1, 3, 16, 40, 128, 500], [0, 1, 2, 4, 1000]
+    ):
+        tiles = mla_decode.choose_tiles(num_heads, max_query_len, CacheFormat(name), dtype, gpu)
+        rows = tiles.block_t * tiles.block_h
+        assert 16 <= rows <= 64
+        for size in (tiles.block_t, tiles.block_h, tiles.block_n):
+            assert size & (size - 1) == 0
+        assert tiles.block_h <= max(2 * num_heads - 1, 1)  # heads are padded to the next power
+
+
+def test_more_heads_and_tokens_share_a_read_of_the_keys():
+    fmt, gpu = CacheFormat("bf16"), Gpu(90, 132)
+
+    def rows(num_heads, max_query_len):
+        tiles = mla_decode.choose_tiles(num_heads, max_query_len, fmt, torch.bfloat16, gpu)
+        return tiles.block_t, tiles.block_h
+
+    assert rows(128, 1) == (1, 64) and rows(16, 1) == (1, 16) and rows(16, 4) == (4, 16)
+    assert rows(1, 1) == (16, 1) and rows(128, 4) == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "max_seq_len", "expected"),
+    [
+        (264, 8192, 1),  # the card is full already
+        (1, 0, 1),
+        (1, 255, 1),  # under 4 blocks of 64: not worth a split
+        (1, 131_072, 64),  # the most
+        (2, 2048, 8),  # 4 blocks a split
+        (66, 1 << 20, 4),  # two programs an SM
+    ],
+)
+def test_splits_fill_the_card_and_stay_in_budget(num_programs, max_seq_len, expected):
+    gpu = Gpu(90, 132)
+    assert mla_decode.choose_num_splits(num_programs, max_seq_len, 64, gpu) == expected
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.capability}")
+def test_prefill_tiles_are_what_the_tensor_cores_take(gpu):
+    for query_len, dim, itemsize in itertools.product([1, 64, 65, 9999], [64, 128, 256], [2, 4]):
+        tiles = mla_prefill.choose_tiles(query_len, dim, itemsize, gpu)
+        assert tiles.block_t in (16, 32, 64, 128) and tiles.block_n in (16, 32, 64)
+
+
+def test_query_heads_of_a_write_program_fit_a_small_tensor():
+    assert write_kv.choose_tiles(128, 64).block_h == 32
+    assert write_kv.choose_tiles(5, 64).block_h == 8
+    assert write_kv.choose_tiles(0, 0).block_h == 1
+    for num_heads, rope_dim in itertools.product([1, 16, 128, 500], [0, 2, 32, 48, 64, 256]):
+        block_h = write_kv.choose_tiles(num_heads, rope_dim).block_h
+        assert block_h & (block_h - 1) == 0 and 1 <= block_h * max(rope_dim, 1) <= 2048
