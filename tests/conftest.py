@@ -31,7 +31,7 @@ def pytest_addoption(parser):
 
 def pytest_terminal_summary(terminalreporter, config):
     file = config.getoption("--record")
-    if file is None or "PYTEST_XDIST_WORKER" in os.environ:  # the controller has all the counts
+    if file is None or hasattr(config, "workerinput"):  # xdist: the controller has all counts
         return
     git = ["git", "-C", str(config.rootpath), "describe", "--always", "--dirty", "--abbrev=40"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()

@@ -13,7 +13,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_first_example_runs_as_it_stands(capsys):
     code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1)
-    assert len(code.splitlines()) <= 16
+    assert len(code.splitlines()) <= 16  # short enough to read at a glance
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert printed == "torch.Size([4, 16, 512]) torch.Size([4, 16])\n"
