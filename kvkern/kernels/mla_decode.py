@@ -87,7 +87,8 @@ def _mla_decode_kernel(
     head = head_block * BLOCK_H + offs_m % BLOCK_H
     mask_m = (token < q_end) & (head < num_heads)
     position = cached + token - q_start
-    own_page = load_pages(table_ptr, position, mask_m & is_request, max_pages, page_size)
+    mask_real = mask_m & (token < tl.where(is_request, q_end, 0))
+    own_page = load_pages(table_ptr, position, mask_real, max_pages, page_size)
     num_visible = tl.where(own_page >= 0, position + 1, 0)  # a padding token sees nothing
 
     dtype: tl.constexpr = compute_dtype(q_ptr)

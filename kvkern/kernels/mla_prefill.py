@@ -92,7 +92,8 @@ def _mla_prefill_kernel(
     token = first_token + tl.arange(0, BLOCK_T)
     mask_t = token < q_end
     position = cached + token - q_start
-    own_page = load_pages(table_ptr, position, mask_t & is_request, max_pages, page_size)
+    mask_real = token < tl.where(is_request, q_end, 0)
+    own_page = load_pages(table_ptr, position, mask_real, max_pages, page_size)
     is_real = own_page >= 0
     q_row = token.to(tl.int64) * stride_q_token + head * stride_q_head
     q_nope = _load_rows(q_ptr, q_row, mask_t, NOPE_DIM, BLOCK_D, dtype)

@@ -5,6 +5,7 @@ one IEEE operation, nothing is fused, and the sum of squares is taken in fp64, w
 cannot change what is stored.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ def _load_cos_sin(
     """cos and sin ``[BLOCK_R // 2]`` of a position; NaN if the table does not have it."""
     offs_r = tl.arange(0, BLOCK_R)
     is_inside = (position >= 0) & (position < max_positions)
-    mask = (offs_r < ROPE_DIM) & is_inside
+    mask = offs_r < tl.where(is_inside, ROPE_DIM, 0)
     row = tl.load(freqs_ptr + position * ROPE_DIM + offs_r, mask=mask, other=float("nan"))
     return tl.split(tl.reshape(row.to(tl.float32), [BLOCK_R // 2, 2]))
 
@@ -161,20 +162,21 @@ def _write_latent(
     y = _normalise(kv_row_ptr, gamma_ptr, eps, LATENT_DIM, BLOCK_L, ROUND_HF)
     if out_row_ptr is not None:
         tl.store(out_row_ptr + offs_l, _output(y, is_real, out_row_ptr), mask=offs_l < LATENT_DIM)
+    num_stored = tl.where(is_real, LATENT_DIM, 0)
     if group_scales_ptr is not None:
         groups = tl.reshape(y, [BLOCK_L // GROUP, GROUP])
         amax = tl.max(tl.where(groups == groups, tl.abs(groups), 0.0), axis=1)
         amax = tl.minimum(amax, _MAX_GROUP_AMAX)
         scales = power_of_two_scale(amax, E4M3_MAX, MIN_SCALE)
         offs_g = tl.arange(0, BLOCK_L // GROUP)
-        mask_g = is_real & (offs_g < LATENT_DIM // GROUP)
+        mask_g = offs_g < num_stored // GROUP
         tl.store(group_scales_ptr + offs_scales + offs_g, scales, mask=mask_g)
         inverse = tl.div_rn(1.0, scales)  # exact: powers of two
         y = tl.reshape(groups * inverse[:, None], [BLOCK_L])
     if layer_scales_ptr is not None:
         y = tl.div_rn(y, tl.load(layer_scales_ptr))
     row = _stored(y, latent_row_ptr, LIMIT, SANITIZE, NATIVE_FP8)
-    tl.store(latent_row_ptr + offs_l, row, mask=is_real & (offs_l < LATENT_DIM))
+    tl.store(latent_row_ptr + offs_l, row, mask=offs_l < num_stored)
 
 
 @triton.jit
@@ -212,7 +214,7 @@ def _write_rope_key(
         first = tl.div_rn(first, scale)
         second = tl.div_rn(second, scale)
     _store_pairs(
-        rope_ptr, zero + offs_slot, always & is_real,
+        rope_ptr, zero + offs_slot, zero < is_real.to(tl.int64),
         _stored(first, rope_ptr, LIMIT, SANITIZE, NATIVE_FP8),
         _stored(second, rope_ptr, LIMIT, SANITIZE, NATIVE_FP8),
         ROPE_DIM, BLOCK_R, 1, INTERLEAVED,
@@ -346,6 +348,7 @@ def _call(
     interleaved: bool,
     round_hf: bool,
     sanitize: bool,
+    *,
     gpu: Gpu,
 ) -> tuple[tuple[int, int], dict[str, Any], dict[str, Any]]:
     """The launch's grid, arguments and options."""
@@ -390,52 +393,31 @@ def _call(
     return grid, arguments, {"num_warps": tiles.num_warps, "enable_fp_fusion": False}
 
 
-def write_kv(
-    pages: LayerPages,
-    batch: PagedBatch,
-    kv: Tensor,
-    freqs: Tensor | None,
-    gamma: Tensor,
-    q_rope: Tensor | None,
-    q_rope_out: Tensor | None,
-    kv_out: Tensor | None,
-    positions: Tensor | None,
-    eps: float,
-    interleaved: bool,
-    round_hf: bool,
-    sanitize: bool,
-) -> None:
-    """Launch once. ``kvkern.write_kv`` has checked the arguments."""
+def write_kv(pages: LayerPages, batch: PagedBatch, kv: Tensor, *others: Any) -> None:
+    """Launch once; ``others`` as ``_call`` names them. ``kvkern.write_kv`` has checked them all."""
     if kv.shape[0] == 0:
         return
-    grid, arguments, options = _call(
-        pages, batch, kv, freqs, gamma, q_rope, q_rope_out, kv_out, positions,
-        eps, interleaved, round_hf, sanitize, gpu_of(kv.device),
-    )  # fmt: skip
+    grid, arguments, options = _call(pages, batch, kv, *others, gpu=gpu_of(kv.device))
     _write_kv_kernel[grid](**arguments, **options)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Every format in each rotation and rounding at DeepSeek's dims; odd dims and no rope."""
-    gpu = Gpu(capability, num_sms=108)
-    for name in FORMAT_NAMES:
+    fields = [(name, 512, 64) for name in FORMAT_NAMES]
+    fields += [(name, *dims) for name in ("bf16", "fp8_ds_mla") for dims in ((384, 48), (128, 0))]
+    styles = [(True, False, False), (False, True, True)]  # interleaved, rounded as HF, sanitised
+    for (name, latent_dim, rope_dim), style in itertools.product(fields, styles):
         dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(name, torch.bfloat16)
-        for latent_dim, rope_dim in [(512, 64), (384, 48), (128, 0)]:
-            for interleaved, round_hf, sanitize in [(True, False, False), (False, True, True)]:
-                if rope_dim != 64 and name not in ("bf16", "fp8_ds_mla"):
-                    continue
-                cache = PagedKVCache(
-                    CacheFormat(name, latent_dim, rope_dim), num_layers=1, num_pages=1, page_size=64
-                )
-                batch = PagedBatch([0, 1], [0], [[0]])
-                kv = torch.empty(1, latent_dim + rope_dim, dtype=dtype)
-                q_rope = torch.empty(1, 16, rope_dim, dtype=dtype)
-                freqs = torch.empty(1, rope_dim)
-                gamma = torch.empty(latent_dim, dtype=dtype)
-                _, arguments, options = _call(
-                    cache.layer(0), batch, kv, freqs if rope_dim else None, gamma, q_rope, q_rope,
-                    kv, None, 1e-6, interleaved, round_hf, sanitize, gpu,
-                )  # fmt: skip
-                style = "interleaved" if interleaved else "half-hf-sanitize"
-                label = f"{name}-L{latent_dim}-R{rope_dim}-{style}"
-                yield config_of_call(_write_kv_kernel, label, arguments, options)
+        fmt = CacheFormat(name, latent_dim, rope_dim)
+        cache = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=64)
+        batch = PagedBatch([0, 1], [0], [[0]])
+        kv = torch.empty(1, fmt.row_dim, dtype=dtype)
+        freqs = torch.empty(1, rope_dim) if rope_dim else None
+        gamma = torch.empty(latent_dim, dtype=dtype)
+        q_rope = torch.empty(1, 16, rope_dim, dtype=dtype)
+        _, arguments, options = _call(
+            cache.layer(0), batch, kv, freqs, gamma, q_rope, q_rope, kv, None, 1e-6, *style,
+            gpu=Gpu(capability, num_sms=108),
+        )  # fmt: skip
+        label = f"{name}-L{latent_dim}-R{rope_dim}-{'interleaved' if style[0] else 'half'}"
+        yield config_of_call(_write_kv_kernel, label, arguments, options)
