@@ -20,6 +20,7 @@ from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.merge_states import merge_states
 from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
 from kvkern.kernels.paging import (
+    NO_KEY,
     find_tile,
     load_latent,
     load_pages,
@@ -139,13 +140,13 @@ def _mla_decode_kernel(
                 rope_ptr, slots, is_there, stride_rope, ROPE_DIM, BLOCK_R, dtype, NATIVE_FP8
             )
             scores += tl.dot(q_rope, tl.trans(rope), input_precision="ieee") * rope_scale
-        is_visible = is_there[None, :] & (offs_n[None, :] < num_visible[:, None])
-        scores = tl.where(is_visible, scores * scale_log2, -float("inf"))
+        key = tl.where(is_there, offs_n, NO_KEY)
+        scores = tl.where(key[None, :] < num_visible[:, None], scores, -float("inf"))
 
-        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale_log2)
         # a row that has seen no key yet keeps -inf, and must not subtract it from itself
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * scale_log2 - shift[:, None])
         rescale = tl.exp2(max_score - shift)
         weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
         acc = acc * rescale[:, None]

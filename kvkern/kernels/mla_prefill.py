@@ -19,7 +19,7 @@ from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.gather_kv import gather_kv
 from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
-from kvkern.kernels.paging import find_tile, load_pages, num_tiles
+from kvkern.kernels.paging import NO_KEY, find_tile, load_pages, num_tiles
 
 
 @triton.jit
@@ -79,8 +79,10 @@ def _mla_prefill_kernel(
     LN_2: tl.constexpr,
 ):
     head = tl.program_id(0)
+    # the last tiles see the most keys: they start first, so that none is left running alone
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     request, q_start, q_end, first_token = find_tile(
-        offsets_ptr, num_requests, num_tokens, tl.program_id(1), BLOCK_T
+        offsets_ptr, num_requests, num_tokens, tile, BLOCK_T
     )
     if first_token >= q_end:
         return
@@ -94,7 +96,10 @@ def _mla_prefill_kernel(
     position = cached + token - q_start
     mask_real = token < tl.where(is_request, q_end, 0)
     own_page = load_pages(table_ptr, position, mask_real, max_pages, page_size)
-    is_real = own_page >= 0
+    last_key = token - q_start
+    if CONTEXT:
+        last_key = tl.full([BLOCK_T], NO_KEY - 1, tl.int32)
+    last_key = tl.where(own_page >= 0, last_key, -1)  # a padding token sees nothing
     q_row = token.to(tl.int64) * stride_q_token + head * stride_q_head
     q_nope = _load_rows(q_ptr, q_row, mask_t, NOPE_DIM, BLOCK_D, dtype)
     if ROPE_DIM > 0:
@@ -124,10 +129,14 @@ def _mla_prefill_kernel(
         weight_sum = tl.zeros([BLOCK_T], tl.float32)
         acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
 
+    key = tl.arange(0, BLOCK_N)
+    page = load_pages(table_ptr, first_position + key, key < num_keys, max_pages, page_size)
     for first_key in range(0, num_keys, BLOCK_N):
         key = first_key + tl.arange(0, BLOCK_N)
-        page = load_pages(table_ptr, first_position + key, key < num_keys, max_pages, page_size)
         is_there = page >= 0
+        # the next block's pages, a block early: what is fetched waits for them
+        later = key + BLOCK_N
+        page = load_pages(table_ptr, first_position + later, later < num_keys, max_pages, page_size)
         row = first_row + key
         k_row = row * stride_k_token + head * stride_k_head
         k_nope = _load_rows(k_nope_ptr, k_row, is_there, NOPE_DIM, BLOCK_D, dtype)
@@ -135,15 +144,13 @@ def _mla_prefill_kernel(
         if ROPE_DIM > 0:
             k_rope = _load_rows(k_rope_ptr, row * stride_k_rope, is_there, ROPE_DIM, BLOCK_R, dtype)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-        is_visible = is_there[None, :] & is_real[:, None]
-        if not CONTEXT:
-            is_visible = is_visible & (key[None, :] <= (token - q_start)[:, None])
-        scores = tl.where(is_visible, scores * scale_log2, -float("inf"))
+        key = tl.where(is_there, key, NO_KEY)
+        scores = tl.where(key[None, :] <= last_key[:, None], scores, -float("inf"))
 
-        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale_log2)
         # a row that has seen no key yet keeps -inf, and must not subtract it from itself
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * scale_log2 - shift[:, None])
         rescale = tl.exp2(max_score - shift)
         weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
         v_row = row * stride_v_token + head * stride_v_head

@@ -15,6 +15,8 @@ from kvkern.kernels.device import Gpu
 from kvkern.kernels.numerics import decode_e4m3
 from kvkern.layout import GROUP_SIZE
 
+NO_KEY: tl.constexpr = tl.constexpr(2**31 - 1)  # a key index that no query sees
+
 
 def row_fields(pages: LayerPages, gpu: Gpu) -> dict[str, Any]:
     """Kernel arguments that say where a row's fields are and how they are stored."""
