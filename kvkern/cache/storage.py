@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
+from kvkern.cache.pages import PageAllocator
 from kvkern.errors import ArgumentError, DeviceError
 from kvkern.layout import CacheFormat
 
@@ -44,6 +46,13 @@ class CacheView:
     @property
     def format(self) -> CacheFormat:
         return self.pages.format
+
+
+class CacheUsage(NamedTuple):
+    """Bytes of the pages that somebody holds, and of the others."""
+
+    used_bytes: int
+    free_bytes: int
 
 
 class PagedKVCache:
@@ -131,6 +140,34 @@ class PagedKVCache:
         """Bytes of one page over all layers: what one more page costs."""
         return self.num_layers * self.page_size * self.format.row_bytes
 
+    def usage(self, allocator: PageAllocator) -> CacheUsage:
+        """Bytes in use and free, by the allocator that hands out this cache's pages."""
+        geometry = (self.num_pages, self.page_size)
+        if (allocator.num_pages, allocator.page_size) != geometry:
+            raise ArgumentError(
+                f"allocator: want (num_pages, page_size) {geometry}, "
+                f"got {(allocator.num_pages, allocator.page_size)}"
+            )
+        free_bytes = allocator.num_free_pages * self.page_bytes
+        return CacheUsage(self.num_bytes - free_bytes, free_bytes)
+
+    def non_finite_pages(self, pages: Sequence[int]) -> list[int]:
+        """Which of these pages hold NaN or an infinity, in any layer. Waits for the device.
+
+        Every slot counts, so ask only for pages that are full: what was never written is
+        anything. ``write_kv(..., sanitize=True)`` keeps such values out in the first place.
+        """
+        for page in pages:
+            if not 0 <= page < self.num_pages:
+                raise ArgumentError(f"pages: want ids in [0, {self.num_pages}), got {page}")
+        wanted = list(pages)
+        is_bad = torch.zeros(len(wanted), dtype=torch.bool, device=self.device)
+        for layer in self._layers:
+            for field in (layer.latent, layer.rope, layer.group_scales):
+                if field is not None:
+                    is_bad |= _is_non_finite(field, wanted).flatten(1).any(1)
+        return [page for page, bad in zip(wanted, is_bad.tolist(), strict=True) if bad]
+
     def layer(self, layer: int) -> LayerPages:
         """One layer's typed views."""
         if not 0 <= layer < self.num_layers:
@@ -160,6 +197,12 @@ class PagedKVCache:
             else None,
             layer_scales=None if self.layer_scales is None else self.layer_scales[layer],
         )
+
+
+def _is_non_finite(field: Tensor, pages: list[int]) -> Tensor:
+    if field.dtype == torch.float8_e4m3fn:  # has no infinity, and torch no isfinite for it
+        return (field.view(torch.uint8)[pages] & 0x7F) == 0x7F
+    return ~field[pages].isfinite()
 
 
 def _per_layer(name: str, scale: float | Sequence[float], num_layers: int) -> Tensor:

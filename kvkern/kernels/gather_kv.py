@@ -19,7 +19,7 @@ from kvkern.layout import FORMAT_NAMES, CacheFormat
 _BLOCK_N = 16  # rows a program: a page's worth, and 8 KiB to keep in registers at L = 512
 
 
-@triton.jit(do_not_specialize=["max_pages", "page_size", "start", "length"])
+@triton.jit(do_not_specialize=["max_pages", "start", "length"])
 def _gather_kv_kernel(
     out_ptr,  # [B, length, L+R]
     latent_ptr,  # [slots, L]
@@ -30,13 +30,13 @@ def _gather_kv_kernel(
     cache_lengths_ptr,  # int32 [B]
     page_table_ptr,  # int32 [B, max_pages]
     max_pages,
-    page_size,
     start,
     length,
     stride_latent,
     stride_rope,
     stride_scales,
     INCLUDE_NEW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -53,9 +53,9 @@ def _gather_kv_kernel(
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     positions = start + offs_n
     table_ptr = page_table_ptr + request * max_pages
-    page = load_pages(table_ptr, positions, positions < end, max_pages, page_size).to(tl.int64)
+    page = load_pages(table_ptr, positions, positions < end, max_pages, PAGE_SIZE).to(tl.int64)
     is_there = page >= 0
-    slots = page * page_size + positions % page_size
+    slots = page * PAGE_SIZE + positions % PAGE_SIZE
 
     latent = load_latent(
         latent_ptr, group_scales_ptr, slots, is_there, stride_latent, stride_scales,

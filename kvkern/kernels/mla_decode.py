@@ -22,6 +22,7 @@ from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
 from kvkern.kernels.paging import (
     NO_KEY,
     find_tile,
+    load_block_pages,
     load_latent,
     load_pages,
     load_rope,
@@ -31,7 +32,7 @@ from kvkern.kernels.paging import (
 from kvkern.layout import CacheFormat, FormatName
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages", "page_size"])
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages"])
 def _mla_decode_kernel(
     q_ptr,  # [T, H, L+R]
     out_ptr,  # [num_splits, T, H, L]
@@ -48,12 +49,12 @@ def _mla_decode_kernel(
     num_tokens,
     num_heads,
     max_pages,
-    page_size,
     stride_q_token,
     stride_q_head,
     stride_latent,
     stride_rope,
     stride_scales,
+    PAGE_SIZE: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -89,7 +90,7 @@ def _mla_decode_kernel(
     mask_m = (token < q_end) & (head < num_heads)
     position = cached + token - q_start
     mask_real = mask_m & (token < tl.where(is_request, q_end, 0))
-    own_page = load_pages(table_ptr, position, mask_real, max_pages, page_size)
+    own_page = load_pages(table_ptr, position, mask_real, max_pages, PAGE_SIZE)
     num_visible = tl.where(own_page >= 0, position + 1, 0)  # a padding token sees nothing
 
     dtype: tl.constexpr = compute_dtype(q_ptr)
@@ -121,15 +122,13 @@ def _mla_decode_kernel(
     max_score = tl.full([BLOCK_M], -float("inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    offs_n = begin + tl.arange(0, BLOCK_N)
-    page = load_pages(table_ptr, offs_n, offs_n < end, max_pages, page_size)
+    page = load_block_pages(table_ptr, begin, end, max_pages, PAGE_SIZE, BLOCK_N)
     for first_key in range(begin, end, BLOCK_N):
         offs_n = first_key + tl.arange(0, BLOCK_N)
-        is_there = page >= 0
-        slots = page.to(tl.int64) * page_size + offs_n % page_size
+        is_there = offs_n < tl.where(page >= 0, end, 0)
+        slots = page.to(tl.int64) * PAGE_SIZE + offs_n % PAGE_SIZE
         # the next block's pages, a block early: rows cannot be fetched before they are known
-        offs_next = offs_n + BLOCK_N
-        page = load_pages(table_ptr, offs_next, offs_next < end, max_pages, page_size)
+        page = load_block_pages(table_ptr, first_key + BLOCK_N, end, max_pages, PAGE_SIZE, BLOCK_N)
         latent = load_latent(
             latent_ptr, group_scales_ptr, slots, is_there, stride_latent, stride_scales,
             LATENT_DIM, BLOCK_L, GROUP, BLOCK_N, dtype, NATIVE_FP8,

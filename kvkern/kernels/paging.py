@@ -29,7 +29,7 @@ def row_fields(pages: LayerPages, gpu: Gpu) -> dict[str, Any]:
         "stride_latent": pages.latent.stride(1),
         "stride_rope": pages.rope.stride(1),
         "stride_scales": 0 if pages.group_scales is None else pages.group_scales.stride(1),
-        "page_size": pages.page_size,
+        "PAGE_SIZE": pages.page_size,
         "LATENT_DIM": fmt.kv_lora_rank,
         "ROPE_DIM": fmt.rope_dim,
         "BLOCK_L": triton.next_power_of_2(fmt.kv_lora_rank),
@@ -85,10 +85,29 @@ def num_tiles(num_tokens: int, num_requests: int, block_t: int) -> int:
 
 
 @triton.jit
-def load_pages(table_ptr, positions, mask, max_pages, page_size):
-    """Page ids of ``positions`` in one request's table row; -1 where masked or past the table."""
-    columns = positions // page_size
+def load_pages(table_ptr, positions, mask, max_pages, PAGE_SIZE: tl.constexpr):
+    """Page ids of ``positions`` in one request's table row; -1 where masked or past the table.
+
+    The page size is a constant, since a division by a variable, once a key and once a layout that
+    keys come in, was most of what attention executed.
+    """
+    columns = positions // PAGE_SIZE
     return tl.load(table_ptr + columns, mask=mask & (columns < max_pages), other=-1)
+
+
+@triton.jit
+def load_block_pages(
+    table_ptr, first, end, max_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Page ids of positions ``[first, first + BLOCK_N)``, ``first`` a multiple of BLOCK_N.
+
+    One id for the whole block where it lies in one page, else BLOCK_N; -1 from ``end`` on.
+    """
+    if PAGE_SIZE % BLOCK_N == 0:
+        return load_pages(table_ptr, first, first < end, max_pages, PAGE_SIZE)
+    else:
+        positions = first + tl.arange(0, BLOCK_N)
+        return load_pages(table_ptr, positions, positions < end, max_pages, PAGE_SIZE)
 
 
 @triton.jit

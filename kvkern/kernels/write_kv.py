@@ -221,9 +221,7 @@ def _write_rope_key(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["num_requests", "max_pages", "page_size", "max_positions", "num_heads"]
-)
+@triton.jit(do_not_specialize=["num_requests", "max_pages", "max_positions", "num_heads"])
 def _write_kv_kernel(
     kv_ptr,  # [T, L+R]
     freqs_ptr,  # [max_positions, R]
@@ -241,7 +239,6 @@ def _write_kv_kernel(
     page_table_ptr,  # int32 [B, max_pages]
     num_requests,
     max_pages,
-    page_size,
     max_positions,
     num_heads,
     eps,
@@ -254,6 +251,7 @@ def _write_kv_kernel(
     stride_latent,
     stride_rope,
     stride_scales,
+    PAGE_SIZE: tl.constexpr,
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -278,9 +276,9 @@ def _write_kv_kernel(
     cached = tl.load(cache_lengths_ptr + request, mask=is_request, other=0)
     position = cached + token - start
     table_ptr = page_table_ptr + request.to(tl.int64) * max_pages
-    page = load_pages(table_ptr, position, is_request, max_pages, page_size).to(tl.int64)
+    page = load_pages(table_ptr, position, is_request, max_pages, PAGE_SIZE).to(tl.int64)
     is_real = page >= 0
-    slot = page * page_size + position % page_size
+    slot = page * PAGE_SIZE + position % PAGE_SIZE
 
     if ROPE_DIM > 0:
         if positions_ptr is not None:

@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from kvkern import ArgumentError, CacheFormat, DeviceError, KvkernError, PagedBatch, PagedKVCache
+from kvkern import (
+    ArgumentError,
+    CacheFormat,
+    DeviceError,
+    KvkernError,
+    PageAllocator,
+    PagedBatch,
+    PagedKVCache,
+)
 from kvkern.layout import FORMAT_NAMES
 
 SIZES = {"num_layers": 3, "num_pages": 5, "page_size": 4}
@@ -151,3 +159,36 @@ def test_batch_is_checked_against_each_cache_that_it_meets(device):
         make_cache(device, num_pages=4).view(0, batch)
     with pytest.raises(ArgumentError, match="want at least 3 columns"):
         make_cache(device, page_size=3).view(0, batch)
+
+
+def test_usage_counts_the_bytes_of_held_pages(device):
+    cache = make_cache(device)
+    allocator = PageAllocator(num_pages=5, page_size=4)
+    assert cache.usage(allocator) == (0, cache.num_bytes)
+    seq = allocator.new_sequence()
+    allocator.append(seq, 5)  # two pages
+    allocator.fork(seq)  # which two hold now
+    usage = cache.usage(allocator)
+    assert usage.used_bytes == 2 * cache.page_bytes
+    assert usage.used_bytes + usage.free_bytes == cache.num_bytes
+    other = PageAllocator(num_pages=5, page_size=8)
+    with pytest.raises(ArgumentError, match=r"allocator: want \(num_pages, page_size\) \(5, 4\)"):
+        cache.usage(other)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_non_finite_pages_are_named_whichever_field_and_layer_it_is_in(device, name):
+    cache = make_cache(device, name)
+    cache.storage.zero_()
+    assert cache.non_finite_pages(range(5)) == []
+    bad = torch.tensor(torch.nan, device=device)
+    cache.layer(2).latent[3, 1, 7] = bad.to(cache.format.latent_dtype)
+    cache.layer(0).rope[1, 3, 2] = -bad.to(cache.format.rope_dtype).float()
+    assert cache.non_finite_pages([0, 1, 2, 3]) == [1, 3]
+    assert cache.non_finite_pages([4, 3]) == [3]
+    if cache.format.group_scaled:
+        cache.layer(1).group_scales[4, 0, 2] = torch.inf
+        assert cache.non_finite_pages([4]) == [4]
+    assert cache.non_finite_pages([]) == []
+    with pytest.raises(ArgumentError, match=r"pages: want ids in \[0, 5\), got 5"):
+        cache.non_finite_pages([5])
