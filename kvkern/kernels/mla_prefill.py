@@ -188,8 +188,8 @@ def choose_tiles(max_query_len: int, widest_dim: int, itemsize: int, gpu: Gpu) -
     if max_query_len <= 64 or gpu.capability < 90:
         return Tiles(64, 64, 8, 2)
     if gpu.capability == 90:
-        # two programs an SM: 1.43 ms at 8192 tokens and 16 heads of an H100 though some registers
-        # spill; (128, 64, 8, 3), which fills the SM and spills nothing, takes 1.69
+        # two programs an SM: 1.2 times as fast on an H100, though some registers spill, as
+        # (128, 64, 8, 3), which fills the SM and spills nothing
         return Tiles(128, 32, 4, 3)
     return Tiles(128, 64, 8, 2)
 
