@@ -3,8 +3,9 @@ import importlib.util
 import pytest
 import torch
 
+import kvkern
 from kvkern import ArgumentError, CacheFormat, PagedBatch, PagedKVCache, UnsupportedError, explain
-from kvkern.backends import TABLE, choose
+from kvkern.backends import TABLE, choose, table
 from kvkern.ops.pages import gather_kv
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -130,3 +131,33 @@ def test_refused_op_computes_nothing(interpret):
     with pytest.raises(UnsupportedError, match="gather_kv: backend 'triton' refuses"):
         gather_kv(cache.view(0, PagedBatch([0, 1], [0], [[0]])), out=out, backend="triton")
     assert (out == 5).all()
+
+
+def test_kernels_launch_with_the_tensors_own_card_current(monkeypatch):
+    seen = []
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            seen.append(("enter", self.device))
+
+        def __exit__(self, *error):
+            seen.append(("exit", self.device))
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    second = torch.device("cuda:1")
+    table._on_device(seen.append, second)("ran")
+    assert seen == [("enter", second), "ran", ("exit", second)]
+    assert table._on_device(seen.append, CPU) == seen.append
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_card_than_the_current_one_are_right():
+    outs, lses = torch.randn(2, 3, 4, 64), torch.randn(2, 3, 4)
+    expected = kvkern.merge_states(outs, lses)
+    with torch.cuda.device(0):
+        merged = kvkern.merge_states(outs.to("cuda:1"), lses.to("cuda:1"))
+    torch.testing.assert_close(merged.out.cpu(), expected.out)

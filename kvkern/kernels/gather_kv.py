@@ -13,7 +13,7 @@ from kvkern.cache.storage import LayerPages, PagedKVCache
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.numerics import round_to
-from kvkern.kernels.paging import load_latent, load_pages, load_rope, row_fields
+from kvkern.kernels.paging import batch_fields, load_latent, load_pages, load_rope, row_fields
 from kvkern.layout import FORMAT_NAMES, CacheFormat
 
 _BLOCK_N = 16  # rows a program: a page's worth, and 8 KiB to keep in registers at L = 512
@@ -83,12 +83,10 @@ def _call(
     pages: LayerPages, batch: PagedBatch, start: int, include_new: bool, out: Tensor, gpu: Gpu
 ) -> tuple[tuple[int, int], dict[str, Any], dict[str, Any]]:
     num_requests, length, _ = out.shape
-    arguments = row_fields(pages, gpu) | {
+    arguments = {
+        **row_fields(pages, gpu),
+        **batch_fields(batch),
         "out_ptr": out,
-        "offsets_ptr": batch.input_row_offsets,
-        "cache_lengths_ptr": batch.cache_lengths,
-        "page_table_ptr": batch.page_table,
-        "max_pages": batch.page_table.shape[1],
         "start": start,
         "length": length,
         "INCLUDE_NEW": include_new,

@@ -19,7 +19,7 @@ from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.gather_kv import gather_kv
 from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
-from kvkern.kernels.paging import NO_KEY, find_tile, load_pages, num_tiles
+from kvkern.kernels.paging import NO_KEY, batch_fields, find_tile, load_pages, num_tiles
 
 
 @triton.jit
@@ -217,6 +217,7 @@ def _call(
     rope_dim = 0 if k_rope is None else k_rope.shape[-1]
     nope_dim, value_dim = qk_dim - rope_dim, v.shape[-1]
     arguments = {
+        **batch_fields(batch),
         "q_ptr": q,
         "k_nope_ptr": k_nope,
         "k_rope_ptr": k_rope,
@@ -224,14 +225,10 @@ def _call(
         "out_ptr": out,
         "state_ptr": state,
         "lse_ptr": lse,
-        "offsets_ptr": batch.input_row_offsets,
-        "cache_lengths_ptr": batch.cache_lengths,
-        "page_table_ptr": batch.page_table,
         "softmax_scale": softmax_scale,
         "num_requests": batch.num_requests,
         "num_tokens": num_tokens,
         "num_heads": num_heads,
-        "max_pages": batch.page_table.shape[1],
         "PAGE_SIZE": page_size,
         "chunk_start": chunk[0] if chunk else 0,
         "chunk_len": chunk[1] if chunk else 0,

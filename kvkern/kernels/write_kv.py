@@ -19,7 +19,7 @@ from kvkern.cache.storage import LayerPages, PagedKVCache
 from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.numerics import cast_to, encode_e4m3, power_of_two_scale
-from kvkern.kernels.paging import find_request, load_pages, row_fields
+from kvkern.kernels.paging import batch_fields, find_request, load_pages, row_fields
 from kvkern.layout import E4M3_MAX, FORMAT_NAMES, MAX_GROUP_SCALE, MIN_GROUP_SCALE, CacheFormat
 
 _MAX_GROUP_AMAX: tl.constexpr = tl.constexpr(E4M3_MAX * MAX_GROUP_SCALE)
@@ -356,7 +356,9 @@ def _call(
         q_rope = q_rope_out = None
         num_heads = 0
     tiles = choose_tiles(num_heads, fmt.rope_dim)
-    arguments = row_fields(pages, gpu) | {
+    arguments = {
+        **row_fields(pages, gpu),
+        **batch_fields(batch),
         "kv_ptr": kv,
         "freqs_ptr": freqs,
         "gamma_ptr": gamma,
@@ -364,11 +366,7 @@ def _call(
         "q_rope_out_ptr": q_rope_out,
         "kv_out_ptr": kv_out,
         "positions_ptr": positions,
-        "offsets_ptr": batch.input_row_offsets,
-        "cache_lengths_ptr": batch.cache_lengths,
-        "page_table_ptr": batch.page_table,
         "num_requests": batch.num_requests,
-        "max_pages": batch.page_table.shape[1],
         "max_positions": 0 if freqs is None else len(freqs),
         "num_heads": num_heads,
         "eps": eps,
