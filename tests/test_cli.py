@@ -283,3 +283,9 @@ def test_generate_on_a_gpu_equals_transformers_in_fp32(capsys):
 def test_check_finds_every_kernel_right_on_a_gpu(capsys):
     assert main(["check", "--device", "cuda"]) == 0
     assert "triton" in capsys.readouterr().out
+
+
+def test_checkpoint_is_loaded_as_the_class_it_names(tmp_path):
+    """transformers' own choice of a causal LM does not know Mistral 4."""
+    tiny_model("mistral4").save_pretrained(tmp_path)
+    assert generate._model_class(str(tmp_path)).__name__ == "Mistral4ForCausalLM"
