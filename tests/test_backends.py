@@ -133,6 +133,13 @@ def test_refused_op_computes_nothing(interpret):
     assert (out == 5).all()
 
 
+def test_rocm_is_refused_as_nothing_has_run_there(card, monkeypatch):
+    card(9, 4)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(UnsupportedError, match="needs an NVIDIA card, this is ROCm"):
+        choose("mla_decode", "auto", CUDA, BF16)
+
+
 def test_kernels_launch_with_the_tensors_own_card_current(monkeypatch):
     seen = []
 

@@ -38,7 +38,9 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return "this machine has no CUDA device"
-        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        if torch.version.hip is not None:
+            return "needs an NVIDIA card, this is ROCm"
+        if torch.cuda.get_device_capability(device) < (8, 0):
             return f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} is older"
         return None
     import triton

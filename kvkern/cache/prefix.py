@@ -52,24 +52,33 @@ class PrefixIndex:
         """Pages in the index. Changes nothing."""
         return len(self._nodes)
 
+    def __contains__(self, page: object) -> bool:
+        """Whether the page is indexed. Changes nothing."""
+        return page in self._nodes
+
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Pages of the longest indexed prefix of ``tokens``; marks them used, takes no reference.
 
         Every token in the returned pages, and so every token before each page, equals the one
         asked for. Start a sequence from them before the next ``evict``, which may free them.
         """
-        path = self._walk(self._split(tokens))
+        path = self._walk(_ROOT, self._split(tokens))
         self._touch(path)
         return path
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], *, after: int | None = None
+    ) -> int:
         """Index the whole pages of ``tokens``; adds a reference to each page newly indexed.
 
         Args:
-            tokens: a sequence's first tokens, all of them written to the cache. A last page that
-                they do not fill is left out.
+            tokens: a sequence's first tokens, or those that follow the page ``after``, all of
+                them written to the cache. A last page that they do not fill is left out.
             pages: the pages that hold them, in order; more may follow. Where the same prefix is
                 indexed already, the old page stays and the one given is not needed for reuse.
+            after: an indexed page of the same sequence, which must have been held ever since it
+                was indexed or matched: what comes before it is not compared again, so a sequence
+                that grows page by page costs each token once.
 
         Returns:
             The number of pages newly indexed.
@@ -78,15 +87,19 @@ class PrefixIndex:
         if len(pages) < len(split):
             raise ArgumentError(f"pages: want >= {len(split)} for the tokens, got {len(pages)}")
         given = self._allocator.check_pages_in_use("pages", pages[: len(split)])
-        path = self._walk(split)
+        if after is not None and after not in self._nodes:
+            raise ArgumentError(f"after: want an indexed page, got {after!r}")
+        parent = _ROOT if after is None else after
+        path = self._walk(parent, split)
         num_known = len(path)
         for page in given[num_known:]:
             if page in self._nodes:
                 raise ArgumentError(f"pages: want {page} indexed once, got it under other tokens")
         for page, page_tokens in zip(given[num_known:], split[num_known:], strict=True):
-            self._add(path[-1] if path else _ROOT, page_tokens, page)
+            self._add(path[-1] if path else parent, page_tokens, page)
             path.append(page)
         self._touch(path)
+        self._touch_ancestors(parent)
         if len(path) > num_known:
             self._enqueue(path[-1])
         return len(path) - num_known
@@ -173,10 +186,10 @@ class PrefixIndex:
                 odd = next(token for token in page_tokens if not hasattr(token, "__index__"))
                 raise ArgumentError(f"tokens: want integers, got {odd!r}") from None
 
-    def _walk(self, split: Iterable[tuple[int, ...]]) -> list[int]:
+    def _walk(self, parent: int, split: Iterable[tuple[int, ...]]) -> list[int]:
         path: list[int] = []
         for page_tokens in split:
-            page = self._pages.get((path[-1] if path else _ROOT, page_tokens))
+            page = self._pages.get((path[-1] if path else parent, page_tokens))
             if page is None:
                 break
             path.append(page)
@@ -186,6 +199,13 @@ class PrefixIndex:
         self._clock += 1
         for page in path:
             self._nodes[page].last_use = self._clock
+
+    def _touch_ancestors(self, page: int) -> None:
+        """Mark ``page`` and all before it used just now, as the pages after it are."""
+        while page != _ROOT:
+            node = self._nodes[page]
+            node.last_use = self._clock
+            page = node.parent
 
     def _enqueue(self, page: int) -> None:
         node = self._nodes[page]

@@ -198,7 +198,13 @@ class Scheduler:
         if self._index is None or request.seq is None or num_full == request.num_indexed_pages:
             return
         pages = self._allocator.pages(request.seq)[:num_full]
-        self._index.insert(request.tokens[: num_full * self._allocator.page_size], pages)
+        start = request.num_indexed_pages
+        after = pages[start - 1] if start else None
+        if after not in self._index:  # another request indexed the same tokens on its own page
+            start, after = 0, None
+        page_size = self._allocator.page_size
+        tokens = request.tokens[start * page_size : num_full * page_size]
+        self._index.insert(tokens, pages[start:], after=after)
         request.num_indexed_pages = num_full
 
 

@@ -277,6 +277,58 @@ def test_inserting_a_known_prefix_counts_as_use():
     assert index.match([2, 2]) == [] and index.match([1, 1]) == a
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prefix_inserted_piece_by_piece_is_the_one_inserted_whole(seed):
+    """Two sequences that part somewhere, in pieces of any length, against two whole inserts."""
+    rng = random.Random(seed)
+    common = [rng.randrange(3) for _ in range(rng.randrange(8))]
+    both = [common + [rng.randrange(3) for _ in range(rng.randrange(1, 12))] for _ in range(2)]
+    allocator, pieces = make_index(num_pages=40)
+    whole_allocator, whole = make_index(num_pages=40)
+    for tokens in both:
+        _, pages = written(allocator, tokens)
+        num_done = 0
+        while num_done < len(tokens) // 2:
+            num_more = rng.randrange(1, len(tokens) // 2 - num_done + 1)
+            after = pages[num_done - 1] if num_done else None
+            start = num_done if after in pieces else 0
+            after = after if start else None
+            num_done += num_more
+            pieces.insert(tokens[2 * start : 2 * num_done], pages[start:], after=after)
+            pieces.check()
+        whole.insert(tokens, written(whole_allocator, tokens)[1])
+    for tokens in both:
+        assert pieces.match(tokens) == whole.match(tokens)  # both allocators hand out alike
+    assert pieces.num_pages == whole.num_pages
+
+
+def test_what_follows_a_page_is_known_under_that_page_alone():
+    allocator, index = make_index()
+    _, (first, second) = written(allocator, [1, 2, 3, 4])
+    index.insert([1, 2, 3, 4], [first, second])
+    elsewhere = indexed(allocator, index, [5, 6])
+    seq = allocator.new_sequence([first], 2)
+    allocator.append(seq, 4)
+    _, third, fourth = allocator.pages(seq)
+    assert index.insert([3, 4], [third], after=first) == 0 and third not in index
+    assert index.insert([5, 6], [fourth], after=second) == 1
+    index.check()
+    assert index.match([1, 2, 3, 4, 5, 6]) == [first, second, fourth]
+    assert index.match([5, 6]) == elsewhere
+
+
+def test_inserting_after_a_page_counts_as_use_of_all_before_it():
+    allocator, index = make_index()
+    seq, pages = written(allocator, [1, 2, 3, 4, 5, 6])
+    index.insert([1, 2, 3, 4], pages)
+    other = indexed(allocator, index, [7, 8])
+    assert index.insert([5, 6], pages[2:], after=pages[1]) == 1
+    index.check()
+    allocator.free(seq)
+    assert index.evict(1) == 1 and other[0] not in index and pages[0] in index
+    assert index.match([1, 2, 3, 4, 5, 6]) == pages
+
+
 def test_an_evicted_leaf_exposes_its_parent_but_a_parent_never_goes_first():
     allocator, index = make_index()
     pages = indexed(allocator, index, [1, 1, 2, 2, 3, 3])
@@ -366,6 +418,7 @@ def test_clear_gives_back_every_page_that_no_sequence_holds():
             lambda i: i.insert([1, 2, 8, 8], [2, 1]),
             "pages: want 1 indexed once, got it under other tokens",
         ),
+        (lambda i: i.insert([9, 9], [2], after=2), "after: want an indexed page, got 2"),
         (lambda i: i.insert([9, 1.5], [2]), "tokens: want integers, got 1.5"),
         (lambda i: i.match([1, 2, 3, "4"]), "tokens: want integers, got '4'"),
         (lambda i: i.match(np.ones((2, 3), int)), "tokens: want integers, got [1, 1, 1]"),

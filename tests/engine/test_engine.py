@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvkern.cache.prefix import PrefixIndex
 from kvkern.engine import Engine, SamplingParams, TokenEvent
 from kvkern.errors import ArgumentError
 from tests.engine.toy import (
@@ -76,6 +77,25 @@ def test_chunk_of_one_token_comes_before_longer_ones(model: ToyModel) -> None:
     completions = Engine(model, **AMPLE).generate(prompts, GREEDY)
     assert model.batches[:2] == [[1, 15], [1, 8]]
     assert [c.token_ids for c in completions] == [oracle(model, p, GREEDY) for p in prompts]
+
+
+def test_each_token_is_indexed_once_however_the_request_grows(
+    model: ToyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks and token by token: work that grew with the square of the length would show."""
+    num_offered = 0
+    insert = PrefixIndex.insert
+
+    def counting_insert(index: PrefixIndex, tokens: list[int], *args: Any, **kwargs: Any) -> int:
+        nonlocal num_offered
+        num_offered += len(tokens)
+        return insert(index, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(PrefixIndex, "insert", counting_insert)
+    engine = Engine(model, **AMPLE)
+    engine.generate(prompts_of(61, 30), GREEDY)
+    assert 60 + 28 <= num_offered <= 61 + 30 + 2 * GREEDY.max_tokens
+    assert_idle(engine)
 
 
 def test_shared_prefix_is_computed_once(model: ToyModel) -> None:
