@@ -17,13 +17,13 @@ from kvkern import (
     mla_prefill,
     write_kv,
 )
-from kvkern.layout import FormatName
+from kvkern.layout import E2M1_MAX, E4M3_MAX, FormatName
 from kvkern.reference.mla_decode import attend, request_rows
 from kvkern.testing.budget import assert_within_budget
 from kvkern.testing.inputs import POISON, rope_freqs
 
 PAGE_SIZE = 64  # the one that every peer takes
-_FP8_SCALE = 2.0**-6  # e4m3 then reaches to 7, and normalised latents seldom to 5
+_REACH = 7.0  # of formats with layer scales; normalised latents seldom reach 5
 _DTYPE = torch.bfloat16
 
 
@@ -53,11 +53,19 @@ class Case:
     query_len: int
     seq_len: int
     format: FormatName = "bf16"
+    packed_query: bool = False  # write_kv: also q_nope; all of q in e4m3 if the cache is fp8
 
     @property
     def name(self) -> str:
         shape = f"B{self.num_requests}-H{self.model.num_heads}-q{self.query_len}-s{self.seq_len}"
-        return f"{self.op}-{self.model.name}-{self.format}-{shape}"
+        name = f"{self.op}-{self.model.name}-{self.format}-{shape}"
+        return f"{name}-packed" if self.packed_query else name
+
+    @property
+    def q_out_dtype(self) -> torch.dtype:
+        """Of what ``write_kv`` makes of the query."""
+        is_fp8 = self.packed_query and self.format == "fp8"
+        return torch.float8_e4m3fn if is_fp8 else _DTYPE
 
     @property
     def cache_format(self) -> CacheFormat:
@@ -77,15 +85,17 @@ class Case:
         model, fmt, tokens = self.model, self.cache_format, self.num_tokens
         token_heads = tokens * model.num_heads
         if self.op == "write_kv":
-            rows = tokens * (2 * fmt.row_dim + fmt.row_bytes) + 2 * fmt.kv_lora_rank
-            return rows + 4 * self.query_len * fmt.rope_dim + 2 * 2 * token_heads * fmt.rope_dim
+            rows = tokens * (2 * fmt.row_dim + fmt.bytes_per_token) + 2 * fmt.kv_lora_rank
+            q_dim = fmt.row_dim if self.packed_query else fmt.rope_dim
+            query = token_heads * q_dim * (2 + self.q_out_dtype.itemsize)
+            return rows + 4 * self.query_len * fmt.rope_dim + query
         if self.op == "mla_decode":
-            rows = self.num_requests * self.seq_len * fmt.row_bytes
+            rows = self.num_requests * self.seq_len * fmt.bytes_per_token
             return rows + token_heads * (2 * (fmt.row_dim + fmt.kv_lora_rank) + 4)
         head_dims = (model.nope_dim + model.rope_dim) + model.nope_dim + 2 * model.v_dim
         num_bytes = token_heads * (2 * head_dims + 4) + 2 * tokens * model.rope_dim
         if self.cached_len:
-            num_bytes += self.num_requests * self.cached_len * fmt.row_bytes
+            num_bytes += self.num_requests * self.cached_len * fmt.bytes_per_token
             num_bytes += 2 * self._num_expansion_weights
         return num_bytes
 
@@ -115,10 +125,13 @@ _V3_TP8 = Model("deepseek_v3_tp8", 16)
 _MISTRAL4_TP2 = Model("mistral4_tp2", 16, kv_lora_rank=256, nope_dim=64)
 
 
-def _write(model: Model, num_tokens: int, format: FormatName) -> Case:
-    """Up to 128 tokens decode, one a request; more come in chunks of 512. 1024 tokens before."""
-    query_len = 1 if num_tokens <= 128 else 512
-    return Case("write_kv", model, num_tokens // query_len, query_len, 1024 + query_len, format)
+def _write(model: Model, num_tokens: int, format: FormatName, packed_query: bool = False) -> Case:
+    """Up to 256 tokens decode, one a request; more come in chunks of 512. 1024 tokens before."""
+    query_len = 1 if num_tokens <= 256 else 512
+    seq_len = 1024 + query_len
+    return Case(
+        "write_kv", model, num_tokens // query_len, query_len, seq_len, format, packed_query
+    )
 
 
 _DECODE = (  # model, B, q, s
@@ -132,13 +145,23 @@ _DECODE = (  # model, B, q, s
     (_V3, 4, 1, 131072),
     (_V3, 256, 1, 1024),
 )
+_SERVED_FORMATS: tuple[FormatName, ...] = ("bf16", "fp8", "fp8_token", "fp8_ds_mla", "nvfp4")
 CASES: tuple[Case, ...] = (
-    *(_write(_V3, tokens, "bf16") for tokens in (1, 16, 128, 4096, 16384)),
-    _write(_V3_TP8, 512, "bf16"),
-    *(_write(_V3, tokens, "fp8") for tokens in (128, 512, 4096, 16384)),
-    *(_write(_V3_TP8, tokens, "fp8") for tokens in (128, 16384)),
-    *(_write(_V3, tokens, "fp8_ds_mla") for tokens in (16, 4096)),
-    _write(_V3_TP8, 16384, "fp8_ds_mla"),
+    *(
+        _write(_V3, tokens, name)
+        for name in _SERVED_FORMATS
+        for tokens in (1, 16, 64, 128, 256, 512, 4096, 16384)
+    ),
+    *(
+        _write(_V3_TP8, tokens, name)
+        for name in _SERVED_FORMATS
+        for tokens in (16, 128, 512, 4096, 8192, 16384)
+    ),
+    *(
+        _write(_V3, tokens, name, packed_query=True)
+        for name in ("bf16", "fp8")
+        for tokens in (16, 128, 4096)
+    ),
     *(Case("mla_decode", *shape) for shape in _DECODE),
     *(
         Case("mla_decode", *_DECODE[row], name)
@@ -187,12 +210,15 @@ class Step:
 
     def new_cache(self) -> PagedKVCache:
         fmt = self.case.cache_format
-        scale = _FP8_SCALE if fmt.layer_scaled else 1.0
+        latent_scale = rope_scale = 1.0
+        if fmt.layer_scaled:
+            rope_scale = _REACH / E4M3_MAX
+            latent_scale = rope_scale / E2M1_MAX if fmt.is_packed else rope_scale
         cache = PagedKVCache(
             fmt, num_layers=1, num_pages=self.page_table.size, page_size=PAGE_SIZE,
-            device=self.device, latent_scale=scale, rope_scale=scale,
+            device=self.device, latent_scale=latent_scale, rope_scale=rope_scale,
         )  # fmt: skip
-        cache.storage.fill_(POISON)
+        cache.buffer.fill_(POISON)
         return cache
 
     def batch_of(self, requests: Sequence[int], *, all_new: bool = False) -> PagedBatch:
@@ -224,49 +250,65 @@ class WriteStep(Step):
         self.kv = self.rows(num_tokens)
         projected = self.randn(num_tokens, model.num_heads, model.nope_dim + model.rope_dim)
         self.q_rope = projected[..., model.nope_dim :]
-        self.q_rope_out = self.new_q_rope_out()
+        self.q_packed = self.new_q_packed()
+        self.q_nope: Tensor | None = None
+        if case.packed_query:  # as the absorbing matmul leaves it, a batch of heads
+            absorbed = self.randn(model.num_heads, num_tokens, model.kv_lora_rank)
+            self.q_nope = absorbed.transpose(0, 1)
+        self.q_scale: Tensor | None = None
+        if case.q_out_dtype != _DTYPE:
+            self.q_scale = torch.full((1,), _REACH / E4M3_MAX, device=device)
 
-    def new_q_rope_out(self) -> Tensor:
-        fmt = self.case.cache_format
-        shape = (self.case.num_tokens, self.case.model.num_heads, fmt.row_dim)
-        packed = torch.zeros(shape, dtype=_DTYPE, device=self.device)
-        return packed[..., fmt.kv_lora_rank :]
+    def new_q_packed(self) -> Tensor:
+        shape = (self.case.num_tokens, self.case.model.num_heads, self.case.cache_format.row_dim)
+        return torch.zeros(shape, dtype=self.case.q_out_dtype, device=self.device)
+
+    def rope_columns(self, q_packed: Tensor) -> Tensor:
+        return q_packed[..., self.case.cache_format.kv_lora_rank :]
 
     def kvkern(self) -> Implementation:
+        query = self._query(self.q_packed)
+
         def call() -> None:
-            query = {"q_rope": self.q_rope, "q_rope_out": self.q_rope_out}
-            write_kv(self.view, self.kv, self.freqs, self.gamma, **query)
+            write_kv(self.view, self.kv, self.freqs, self.gamma, q_rope=self.q_rope, **query)
 
         def check() -> None:
             call()
-            cache, q_rope_out = self.new_cache(), torch.empty_like(self.q_rope)
-            self._reference(cache, torch.bfloat16, q_rope_out)
-            assert torch.equal(self.cache.storage, cache.storage), (
-                "stored bytes: not the reference's"
+            cache, q_packed = self.new_cache(), self.new_q_packed()
+            write_kv(
+                cache.view(0, self.batch), self.kv, self.freqs, self.gamma, q_rope=self.q_rope,
+                **self._query(q_packed), backend="reference",
+            )  # fmt: skip
+            assert torch.equal(self.cache.buffer, cache.buffer), "stored bytes: not the reference's"
+            assert torch.equal(*(q.view(torch.uint8) for q in (self.q_packed, q_packed))), (
+                "query: not the reference's"
             )
-            assert torch.equal(self.q_rope_out, q_rope_out), "q_rope_out: not the reference's"
 
         return Implementation("kvkern", call, check)
+
+    def _query(self, q_packed: Tensor) -> dict[str, Tensor]:
+        outputs = {"q_rope_out": self.rope_columns(q_packed)}
+        if self.q_nope is not None:
+            nope_out = q_packed[..., : self.case.cache_format.kv_lora_rank]
+            outputs |= {"q_nope": self.q_nope, "q_nope_out": nope_out}
+        if self.q_scale is not None:
+            outputs["q_scale"] = self.q_scale
+        return outputs
 
     def check_rounded_elsewhere(self, cache: PagedKVCache, q_rope_out: Tensor) -> None:
         """By the budget, for one whose bytes may differ."""
         rounded = self.new_cache()
         exact_q = torch.empty_like(self.q_rope, dtype=torch.float64)
         exact_rows = torch.empty_like(self.kv, dtype=torch.float64)
-        self._reference(rounded, torch.float64, exact_q, exact_rows)
+        write_kv(
+            rounded.view(0, self.batch), self.kv.double(), self.freqs, self.gamma,
+            q_rope=self.q_rope.double(), q_rope_out=exact_q, kv_out=exact_rows, backend="reference",
+        )  # fmt: skip
         some = slice(None, None, max(1, self.case.num_tokens // 512))
         exact_q, exact_rows = exact_q[some], exact_rows[some]
         assert_within_budget(q_rope_out[some], exact_q, exact_q.to(_DTYPE))
         got, want = (self._stored_rows(c)[some] for c in (cache, rounded))
         assert_within_budget(got, exact_rows, want, eps_of=self.case.cache_format.latent_dtype)
-
-    def _reference(
-        self, cache: PagedKVCache, dtype: torch.dtype, q_out: Tensor, kv_out: Tensor | None = None
-    ) -> None:
-        write_kv(
-            cache.view(0, self.batch), self.kv.to(dtype), self.freqs, self.gamma, kv_out=kv_out,
-            q_rope=self.q_rope.to(dtype), q_rope_out=q_out, backend="reference",
-        )  # fmt: skip
 
     def _stored_rows(self, cache: PagedKVCache) -> Tensor:
         view, start = cache.view(0, self.batch), self.case.cached_len

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
-from kvkern.layout import E4M3_MAX, GROUP_SIZE, MIN_GROUP_SCALE
+from kvkern.layout import E4M3_MAX, MIN_GROUP_SCALE, CacheFormat
 from kvkern.reference.paging import place_tokens
 
 _E4M3 = torch.float8_e4m3fn
@@ -45,12 +45,14 @@ def peers_of(step: Step) -> Iterator[Implementation | str]:
             yield f"{make.__name__}: not here: {type(error).__name__}: {reason[:160]}"
 
 
-def separate_launches(step: WriteStep) -> Implementation:
+def separate_launches(step: WriteStep) -> Implementation | None:
     """RMSNorm, RoPE of the key, RoPE of the query, quantise and store, each torch.compile'd."""
+    if step.case.cache_format.is_packed or step.case.packed_query:
+        return None
     torch.compiler.reset()  # or shapes pile up until the compiler gives in
     norm, rotate, store = (torch.compile(f, dynamic=False) for f in (_norm, _rotate, _store))
     fmt, cache = step.case.cache_format, step.new_cache()
-    pages, q_rope_out = cache.layer(0), step.new_q_rope_out()
+    pages, q_rope_out = cache.layer(0), step.rope_columns(step.new_q_packed())
     latents, ropes = (torch.zeros_like(x).flatten(0, 1) for x in (pages.latent, pages.rope))
     scales = pages.group_scales
     scales = None if scales is None else torch.zeros_like(scales).flatten(0, 1)
@@ -63,7 +65,7 @@ def separate_launches(step: WriteStep) -> Implementation:
         normed = norm(latent, step.gamma)
         rotate(k_rope[:, None], step.freqs, places.positions, rotated[:, None])
         rotate(step.q_rope, step.freqs, places.positions, q_rope_out)
-        store(*fields, places.slots, normed, rotated, pages.layer_scales)
+        store(*fields, places.slots, normed, rotated, pages.layer_scales, fmt)
 
     def check() -> None:
         call()
@@ -96,12 +98,14 @@ def _store(
     latent: Tensor,
     rope: Tensor,
     layer_scales: Tensor | None,
+    fmt: CacheFormat,
 ) -> None:
     latent, rope = latent.float(), rope.float()
     if scales is not None:
-        groups = latent.unflatten(-1, (-1, GROUP_SIZE))
-        wanted = (groups.abs().amax(-1) / E4M3_MAX).clamp(min=MIN_GROUP_SCALE)
-        group_scales = torch.exp2(torch.ceil(torch.log2(wanted)))
+        groups = latent.unflatten(-1, (-1, fmt.group_size))
+        group_scales = (groups.abs().amax(-1) / E4M3_MAX).clamp(min=MIN_GROUP_SCALE)
+        if not fmt.token_scaled:
+            group_scales = torch.exp2(torch.ceil(torch.log2(group_scales)))
         scales[slots] = group_scales
         latent = (groups / group_scales[..., None]).flatten(-2)
     if layer_scales is not None:
@@ -119,15 +123,17 @@ def _bytes_if_e4m3(field: Tensor) -> Tensor:
 
 
 def flashinfer_write(step: WriteStep) -> Implementation | None:
-    """FlashInfer's fused write of an fp8 cache."""
+    """FlashInfer's RMSNorm, then its fused RoPE, quantisation and store of an fp8 cache."""
     if step.case.format != "fp8":
         return None
+    from flashinfer.norm import rmsnorm
     from flashinfer.rope import rope_quantize_fp8_append_paged_kv_cache
 
     case, rank, pages = step.case, step.case.model.kv_lora_rank, step.cache.layer(0)
     q_rope = step.q_rope.contiguous()
     q_nope = step.randn(case.num_tokens, case.model.num_heads, rank)
     latent, k_rope = (x.contiguous() for x in step.kv.tensor_split([rank], dim=-1))
+    normed = torch.empty_like(latent)
     cos_sin = torch.cat([step.freqs[:, 0::2], step.freqs[:, 1::2]], dim=-1)
     fields = tuple(torch.zeros_like(x).contiguous() for x in (pages.latent, pages.rope))
     positions = place_tokens(step.batch, pages.page_size, case.num_tokens).positions.int()
@@ -137,13 +143,14 @@ def flashinfer_write(step: WriteStep) -> Implementation | None:
     quant_scale = 1 / step.cache.host_scales[0][0]
 
     def call() -> object:
+        rmsnorm(latent, step.gamma, 1e-6, out=normed)
         return rope_quantize_fp8_append_paged_kv_cache(
-            q_rope, k_rope, q_nope, latent, None, cos_sin, positions, fields, indices, indptr,
+            q_rope, k_rope, q_nope, normed, None, cos_sin, positions, fields, indices, indptr,
             requests, positions, is_neox=False, quant_scale_kv=quant_scale,
             page_size=pages.page_size,
         )  # fmt: skip
 
-    note = "other work: no RMSNorm, and all of q in fp8"
+    note = "" if case.packed_query else "other work: all of q in fp8"
     return Implementation("flashinfer", call, None, note)
 
 

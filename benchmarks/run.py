@@ -84,7 +84,7 @@ def measure(
     if error is not None:
         tell(f"  kvkern is wrong and not timed: {error}")
         return [_row(case, machine, kvkern, error, None, None)]
-    implementations = [kvkern]
+    implementations = [kvkern, *limits_of(case, torch.device(device))]
     for peer in peers_of(step) if with_peers else ():
         if isinstance(peer, str):
             tell(f"  {peer}")
@@ -97,6 +97,17 @@ def measure(
         rows.append(_row(case, machine, implementation, error, time, measured[0]))
         tell(f"  {_line(rows[-1])}")
     return rows
+
+
+def limits_of(case: Case, device: torch.device) -> list[Implementation]:
+    """What to hold a time of ``write_kv`` against: nothing at all, and moving as many bytes."""
+    if case.op != "write_kv" or device.type != "cuda":
+        return []
+    words = torch.zeros(2, case.num_bytes // 16, dtype=torch.int64, device=device)
+    return [
+        Implementation("empty_kernel", lambda: torch.cuda._sleep(0), None),
+        Implementation("copy", lambda: words[1].copy_(words[0]), None, "torch's, of as many bytes"),
+    ]
 
 
 def _error(implementation: Implementation) -> str | None:

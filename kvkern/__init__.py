@@ -4,6 +4,7 @@ from kvkern.backends import explain
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.pages import PageAllocator
 from kvkern.cache.prefix import PrefixIndex
+from kvkern.cache.scales import CacheScales, calibrate
 from kvkern.cache.storage import CacheView, PagedKVCache
 from kvkern.errors import (
     ArgumentError,
@@ -32,6 +33,7 @@ __all__ = [
     "ArgumentError",
     "AttentionOutput",
     "CacheFormat",
+    "CacheScales",
     "CacheView",
     "DeviceError",
     "KvkernError",
@@ -46,6 +48,7 @@ __all__ = [
     "UnsupportedDtypeError",
     "UnsupportedError",
     "absorb_weights",
+    "calibrate",
     "copy_pages",
     "explain",
     "gather_kv",

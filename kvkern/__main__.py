@@ -1,4 +1,4 @@
-"""``python -m kvkern info | check | generate``: each command is a module of ``kvkern._cli``."""
+"""``python -m kvkern info | check | generate | quality``: a module of ``kvkern._cli`` each."""
 
 import argparse
 import importlib
@@ -53,19 +53,41 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "check", parents=[device], help="every op on this machine against its reference"
     )
-    generate = commands.add_parser(
-        "generate",
-        parents=[device],
-        help="generate text for several prompts at once from a paged latent cache",
-    )
-    add = generate.add_argument
-    add(
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument(
         "--model",
         type=_folder,
         metavar="DIR",
         help="a Hugging Face checkpoint (default: a small seeded model in the shape of DeepSeek "
         "V3, whose text means nothing)",
     )
+    model.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: bf16 for a checkpoint on a GPU, else fp32",
+    )
+    model.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the small model (default: 0)"
+    )
+    _add_generate_arguments(
+        commands.add_parser(
+            "generate",
+            parents=[device, model],
+            help="generate text for several prompts at once from a paged latent cache",
+        )
+    )
+    _add_quality_arguments(
+        commands.add_parser(
+            "quality",
+            parents=[device, model],
+            help="error of each cache format: of what is stored, and of a model's logits",
+        )
+    )
+    return parser
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--prompt", nargs="+", metavar="TEXT", help="default: six prompts, some begin alike")
     add("--max-tokens", type=_count, default=32, metavar="N", help="new tokens (default: 32)")
     add("--page-size", type=_count, default=16, metavar="N", help="tokens a page (default: 16)")
@@ -79,18 +101,30 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-batch-tokens", type=_count, default=64, metavar="N", help="a step (default: 64)")
     add("--cache-format", choices=FORMAT_NAMES, help="default: the model's dtype")
     add(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        help="default: bf16 for a checkpoint on a GPU, else fp32",
+        "--scales",
+        type=_file,
+        metavar="FILE",
+        help="of the cache format's layers, as `quality --save-scales` writes them (default: 1)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the small model (default: 0)")
     add(
         "--no-verify",
         dest="verify",
         action="store_false",
         help="do not compare the tokens with those of transformers' own generate",
     )
-    return parser
+
+
+def _add_quality_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prompt", nargs="+", metavar="TEXT", help="default: four short texts")
+    add("--formats", nargs="+", choices=FORMAT_NAMES, metavar="NAME", help="default: all")
+    add(
+        "--save-scales",
+        type=_new_file,
+        metavar="FILE",
+        help="write the scales found on the prompts, for the one format in --formats that has them",
+    )
+    add("--out", type=_new_file, metavar="FILE", help="write every figure as JSON")
 
 
 def _count(text: str) -> int:
@@ -109,6 +143,18 @@ def _device(text: str) -> torch.device:
             f"want one of {torch.cuda.device_count()} CUDA devices, got {text!r}"
         )
     return device
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"want a file, got {text!r}")
+    return Path(text)
+
+
+def _new_file(text: str) -> Path:
+    if not Path(text).parent.is_dir() or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"want a file in a folder that exists, got {text!r}")
+    return Path(text)
 
 
 def _folder(text: str) -> Path:

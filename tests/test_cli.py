@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import kvkern
 from kvkern.__main__ import main
 from kvkern._cli import check, info
 from kvkern.backends import TABLE, Backend, choose
+from kvkern.layout import FORMAT_NAMES
 
 pytest.importorskip("transformers")
 
@@ -113,10 +115,46 @@ def test_check_asks_every_format_of_a_kernel(only_the_reference, plant, op):
     plant(op, TABLE[op][0].load())
     results = list(check._check_kernel(op, "planted", torch.device("cpu")))
     assert all(result.is_right for result in results)
-    one_case = op in ("merge_states", "copy_pages")
-    assert [r.case.split()[0] for r in results] == (
-        ["bf16"] if one_case else ["bf16", "fp16", "fp32", "fp8", "fp8_ds_mla"]
-    )
+    asked = [result.case.split()[0] for result in results]
+    assert asked == (["bf16"] if op == "merge_states" else list(FORMAT_NAMES))
+
+
+def write_kv_that_spoils_the_scales(pages, *arguments, **options):
+    TABLE["write_kv"][0].load()(pages, *arguments, **options)
+    if pages.format.token_scaled:
+        pages.group_scales[0, 0] += 1
+
+
+def copy_pages_that_forgets_the_scales(src, dst, sources, targets):
+    if src.dtype == torch.uint8:
+        dst[:, targets] = src[:, sources]
+
+
+@pytest.mark.parametrize(
+    "op, function",
+    [
+        ("write_kv", write_kv_that_spoils_the_scales),
+        ("copy_pages", copy_pages_that_forgets_the_scales),
+    ],
+)
+def test_check_sees_scales_that_are_stored_beside_the_rows(only_the_reference, plant, op, function):
+    plant(op, function)
+    results = list(check._check_kernel(op, "planted", torch.device("cpu")))
+    assert [r.case for r in results if not r.is_right] == ["fp8_token cache"]
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_check_sees_a_layer_scale_that_is_dropped(only_the_reference, plant, dropped):
+    def gather_kv(pages, *arguments):
+        if pages.layer_scales is not None:
+            scales = pages.layer_scales.clone()
+            scales[dropped] = 1.0
+            pages = replace(pages, layer_scales=scales)
+        TABLE["gather_kv"][0].load()(pages, *arguments)
+
+    plant("gather_kv", gather_kv)
+    results = list(check._check_kernel("gather_kv", "planted", torch.device("cpu")))
+    assert [r.case for r in results if not r.is_right] == ["fp8 cache", "nvfp4 cache"]
 
 
 def summary_of(output: str) -> dict[str, str]:

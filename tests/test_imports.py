@@ -172,7 +172,7 @@ SOMEBODYS_MACHINE = re.compile(r"(?<![\w.])/(home|work|root|Users|mnt|opt)/\w")
 
 
 def published_files() -> list[Path]:
-    folders = ("kvkern", "tests", "examples", "benchmarks", ".ci")
+    folders = ("kvkern", "tests", "examples", "benchmarks", "docs", ".ci")
     nested = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     kinds = {".py", ".md", ".toml", ".txt", ".yaml", ".jsonl"}
     files = [path for path in [*ROOT.iterdir(), *nested] if path.is_file()]

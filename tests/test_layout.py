@@ -17,6 +17,21 @@ def test_row_is_latent_then_rope_key(name, row_bytes):
     assert fmt.row_bytes == row_bytes and fmt.num_groups == 0
 
 
+def test_fp8_token_row_has_its_scale_beside_it():
+    fmt = CacheFormat("fp8_token", kv_lora_rank=512, rope_dim=64)
+    assert (fmt.latent_dtype, fmt.rope_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+    assert (fmt.rope_offset, fmt.row_bytes, fmt.bytes_per_token) == (512, 640, 644)
+    assert (fmt.group_size, fmt.num_groups, fmt.scale_dtype) == (512, 1, torch.float32)
+
+
+def test_nvfp4_row_is_two_columns_a_byte_then_a_scale_per_16_then_the_rope_key():
+    fmt = CacheFormat("nvfp4", kv_lora_rank=512, rope_dim=64)
+    assert (fmt.latent_width, fmt.scales_offset, fmt.rope_offset) == (256, 256, 288)
+    assert (fmt.row_bytes, fmt.bytes_per_token) == (352, 352)
+    assert (fmt.group_size, fmt.num_groups) == (16, 32)
+    assert fmt.scale_dtype == fmt.rope_dtype == torch.float8_e4m3fn
+
+
 def test_fp8_ds_mla_row_is_the_published_656_bytes():
     fmt = CacheFormat("fp8_ds_mla", kv_lora_rank=512, rope_dim=64)
     assert (fmt.latent_dtype, fmt.rope_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
@@ -27,21 +42,39 @@ def test_fp8_ds_mla_row_is_the_published_656_bytes():
 @pytest.mark.parametrize("dims", DIMS)
 def test_fields_follow_one_another_aligned_and_rows_end_on_16_bytes(name, dims):
     fmt = CacheFormat(name, *dims)
-    assert fmt.scales_offset == fmt.kv_lora_rank * fmt.latent_dtype.itemsize
-    assert fmt.rope_offset == fmt.scales_offset + 4 * fmt.num_groups
-    assert fmt.scales_offset % 4 == 0 or not fmt.group_scaled
+    bits = {"bf16": 16, "fp16": 16, "fp32": 32, "nvfp4": 4}.get(name, 8)
+    scale_bytes = {"fp8_ds_mla": 4 * dims[0] // 128, "nvfp4": dims[0] // 16}.get(name, 0)
+    assert fmt.scales_offset == dims[0] * bits // 8
+    assert fmt.rope_offset == fmt.scales_offset + scale_bytes
+    assert fmt.scales_offset % fmt.scale_dtype.itemsize == 0 or not fmt.group_scaled
     assert fmt.rope_offset % fmt.rope_dtype.itemsize == 0
     unused = fmt.row_bytes - fmt.rope_offset - fmt.rope_dim * fmt.rope_dtype.itemsize
     assert fmt.row_bytes % 16 == 0 and 0 <= unused < 16
 
 
-def test_only_fp8_formats_have_scales():
-    kinds = {
-        name: (CacheFormat(name).layer_scaled, CacheFormat(name).group_scaled)
-        for name in FORMAT_NAMES
+def test_formats_of_8_bits_and_fewer_have_scales_of_layers_groups_or_both():
+    kinds = {}
+    for fmt in map(CacheFormat, FORMAT_NAMES):
+        assert fmt.is_quantised == (fmt.layer_scaled or fmt.group_scaled)
+        if fmt.is_quantised:
+            kinds[fmt.name] = (fmt.layer_scaled, fmt.group_size, fmt.num_groups)
+    assert kinds == {
+        "fp8": (True, 0, 0),
+        "fp8_token": (False, 512, 1),
+        "fp8_ds_mla": (False, 128, 4),
+        "nvfp4": (True, 16, 32),
     }
-    scaled = {name: kind for name, kind in kinds.items() if any(kind)}
-    assert scaled == {"fp8": (True, False), "fp8_ds_mla": (False, True)}
+
+
+def test_largest_latent_is_what_the_stored_type_can_hold():
+    largest = {name: CacheFormat(name).latent_max for name in FORMAT_NAMES}
+    assert largest == {
+        "bf16": 255 * 2.0**120,
+        "fp16": 65504.0,
+        "fp32": (2 - 2.0**-23) * 2.0**127,
+        "nvfp4": 6.0,
+        **dict.fromkeys(["fp8", "fp8_token", "fp8_ds_mla"], 448.0),
+    }
 
 
 def test_equal_arguments_make_equal_formats_that_cannot_change():
@@ -57,11 +90,12 @@ def test_equal_arguments_make_equal_formats_that_cannot_change():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("fp4",), "name: want one of bf16, fp16, fp32, fp8, fp8_ds_mla; got 'fp4'"),
+        (("fp4",), f"name: want one of {', '.join(FORMAT_NAMES)}; got 'fp4'"),
         (("bf16", 0), "kv_lora_rank: want >= 1, got 0"),
         (("bf16", 512, -2), "rope_dim: want an even number >= 0, got -2"),
         (("bf16", 512, 63), "rope_dim: want an even number >= 0, got 63"),
         (("fp8_ds_mla", 192), "kv_lora_rank: want a multiple of 128 for fp8_ds_mla, got 192"),
+        (("nvfp4", 200), "kv_lora_rank: want a multiple of 16 for nvfp4, got 200"),
     ],
 )
 def test_bad_argument_is_named(arguments, message):

@@ -24,6 +24,7 @@ _CACHED = (9, 0, 3, 8)  # tokens before the step: within a page, none, and a pag
 _NEW = (1, 5, 0, 7)
 _ENDS = tuple(cached + new for cached, new in zip(_CACHED, _NEW, strict=True))
 _NUM_PAGES = 16
+_LAYER_SCALES = (0.05, 0.07)  # latent, rope; not 1: a dropped one shows
 _KERNEL_DTYPE = torch.bfloat16
 _MOVES_DATA = ("gather_kv", "copy_pages")
 
@@ -74,7 +75,7 @@ def check_ops(device: torch.device) -> Iterator[Result]:
 
 
 def _check_kernel(op: str, backend: str, device: torch.device) -> Iterator[Result]:
-    formats = ("bf16",) if op in ("merge_states", "copy_pages") else FORMAT_NAMES
+    formats = ("bf16",) if op == "merge_states" else FORMAT_NAMES
     for name in formats:
         case = _Case(device, _KERNEL_DTYPE, _KERNEL_DTYPE, name)
         got, same_dtype = _OPS[op](case, backend), _OPS[op](case, "reference")
@@ -120,10 +121,17 @@ class _Case:
 
     def empty_cache(self) -> kvkern.PagedKVCache:
         fmt = kvkern.CacheFormat(self.format_name, kv_lora_rank=_LATENT, rope_dim=_ROPE)
+        latent_scale, rope_scale = _LAYER_SCALES if fmt.layer_scaled else (1.0, 1.0)
         cache = kvkern.PagedKVCache(
-            fmt, num_layers=1, num_pages=_NUM_PAGES, page_size=_PAGE_SIZE, device=self.device
+            fmt,
+            num_layers=1,
+            num_pages=_NUM_PAGES,
+            page_size=_PAGE_SIZE,
+            device=self.device,
+            latent_scale=latent_scale,
+            rope_scale=rope_scale,
         )
-        cache.storage.zero_()
+        cache.buffer.zero_()
         return cache
 
     @cached_property
@@ -144,11 +152,12 @@ class _Case:
                     layer.latent[page, offset] = row[:_LATENT]
                     layer.rope[page, offset] = row[_LATENT:]
         else:
+            rows = torch.cat(self.rows).float()  # in fp64, ties would be stored as other codes
             kvkern.write_kv(
                 cache.view(0, self.batch((0,) * len(_ENDS), _ENDS)),
-                torch.cat(self.rows),
+                rows,
                 self.freqs,
-                torch.ones_like(self.rows[0][0, :_LATENT]),
+                torch.ones_like(rows[0, :_LATENT]),
                 backend="reference",
             )
         return cache.view(0, self.batch(_CACHED, _NEW))
@@ -181,7 +190,7 @@ def _write_kv(case: _Case, backend: str) -> Tensor:
     )
     # stored numbers of fp32, otherwise bytes
     stored = cache.layer(0) if case.format_name == "fp32" else None
-    written = (cache.storage,) if stored is None else (stored.latent, stored.rope)
+    written = (cache.buffer,) if stored is None else (stored.latent, stored.rope)
     return _flat(*written, q_rope_out, kv_out)
 
 
@@ -240,15 +249,15 @@ def _gather_kv(case: _Case, backend: str) -> Tensor:
 
 def _copy_pages(case: _Case, backend: str) -> Tensor:
     cache = case.empty_cache()
-    cache.storage.copy_(_page_bytes(case))
+    cache.buffer.copy_(_random_bytes(cache))
     kvkern.copy_pages(cache, cache, [3, 0, 9], [5, 15, 1], backend=backend).wait()
-    return _flat(cache.storage)
+    return _flat(cache.buffer)
 
 
-def _page_bytes(case: _Case) -> Tensor:
-    shape = case.empty_cache().storage.shape
+def _random_bytes(cache: kvkern.PagedKVCache) -> Tensor:
     generator = torch.Generator().manual_seed(11)
-    return torch.randint(256, shape, generator=generator, dtype=torch.uint8).to(case.device)
+    values = torch.randint(256, (cache.num_bytes,), generator=generator, dtype=torch.uint8)
+    return values.to(cache.device)
 
 
 # The same in other words. Cases here are fp64 over an fp32 cache.
@@ -317,10 +326,10 @@ def _padded_rows(case: _Case) -> Tensor:
 
 
 def _copied_pages(case: _Case) -> Tensor:
-    pages = _page_bytes(case)
+    pages = list(_random_bytes(case.empty_cache()).chunk(_NUM_PAGES))
     for source, target in ((3, 5), (0, 15), (9, 1)):
-        pages[:, target] = pages[:, source]
-    return _flat(pages)
+        pages[target] = pages[source]
+    return _flat(*pages)
 
 
 _OPS: dict[str, Callable[[_Case, str], Tensor]] = {

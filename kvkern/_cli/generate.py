@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kvkern._cli.display import Stream, open_display, show_summary, tracked
+from kvkern.cache.scales import CacheScales
 from kvkern.engine import Engine, SamplingParams
 from kvkern.integrations.transformers import PagedModel
 from kvkern.layout import FormatName
@@ -86,6 +87,7 @@ def run(settings: argparse.Namespace) -> int:
         max_batch_tokens=settings.max_batch_tokens,
         eos_token_ids=served.eos_token_ids,
         tokenizer=served.tokenizer,
+        scales=None if settings.scales is None else CacheScales.load(settings.scales),
     )
     if served.model.device.type == "cuda":
         _warm_up(served, engine, streams)
@@ -109,22 +111,7 @@ def run(settings: argparse.Namespace) -> int:
 
 
 def _load(settings: argparse.Namespace) -> _Served:
-    device, on_cpu = settings.device, settings.device.type == "cpu"
-    # the small model is there to compare tokens, which only fp32 promises to be equal
-    default = "fp32" if on_cpu or settings.model is None else "bf16"
-    dtype = _DTYPES[settings.dtype or default]
-    hf_model: Any
-    tokenizer: ByteTokenizer | CheckpointTokenizer
-    if settings.model is None:
-        hf_model = tiny_model("deepseek_v3", seed=settings.seed, dtype=dtype, vocab_size=256)
-        tokenizer = ByteTokenizer()
-        if on_cpu:  # so small that more threads would only wait for one another
-            torch.set_num_threads(1)
-    else:
-        hf_model = _model_class(settings.model).from_pretrained(settings.model, dtype=dtype)
-        hf_model.eval()
-        tokenizer = CheckpointTokenizer(str(settings.model))
-    hf_model = hf_model.to(device)
+    hf_model, tokenizer = load_model(settings)
     cache_format: FormatName | None = settings.cache_format
     eos = hf_model.generation_config.eos_token_id
     return _Served(
@@ -134,6 +121,21 @@ def _load(settings: argparse.Namespace) -> _Served:
         params=SamplingParams(max_tokens=settings.max_tokens),
         eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
     )
+
+
+def load_model(settings: argparse.Namespace) -> tuple[Any, ByteTokenizer | CheckpointTokenizer]:
+    """The checkpoint or the small model, on the device, and its tokenizer."""
+    device, on_cpu = settings.device, settings.device.type == "cpu"
+    # the small model is there to compare tokens, which only fp32 promises to be equal
+    default = "fp32" if on_cpu or settings.model is None else "bf16"
+    dtype = _DTYPES[settings.dtype or default]
+    if settings.model is None:
+        if on_cpu:  # so small that more threads would only wait for one another
+            torch.set_num_threads(1)
+        small = tiny_model("deepseek_v3", seed=settings.seed, dtype=dtype, vocab_size=256)
+        return small.to(device), ByteTokenizer()
+    loaded: Any = _model_class(settings.model).from_pretrained(settings.model, dtype=dtype)
+    return loaded.eval().to(device), CheckpointTokenizer(str(settings.model))
 
 
 def _model_class(folder: str) -> Any:

@@ -121,9 +121,9 @@ def _on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., A
         return run
 
     @wraps(run)
-    def run_there(*arguments: Any) -> Any:
+    def run_there(*arguments: Any, **options: Any) -> Any:
         with torch.cuda.device(device):
-            return run(*arguments)
+            return run(*arguments, **options)
 
     return run_there
 

@@ -60,6 +60,7 @@ class PagedBatch:
     input_row_offsets: Tensor  # int32 [B+1]
     cache_lengths: Tensor  # int32 [B]
     page_table: Tensor  # int32 [B, max_pages]
+    addresses: tuple[int, int, int]  # of the three
     max_tokens: int | None  # bounds known on the host; None when only the device knows
     max_query_len: int | None
     max_cache_len: int | None
@@ -242,6 +243,7 @@ class PagedBatch:
                 f"{list(table.shape)}"
             )
         self.input_row_offsets, self.cache_lengths, self.page_table = offsets, lengths, table
+        self.addresses = (offsets.data_ptr(), lengths.data_ptr(), table.data_ptr())
         self.max_tokens = self.max_query_len = self.max_cache_len = self.max_seq_len = None
         self._host = self._split = None
         self._is_static = False

@@ -1,7 +1,9 @@
 """PagedKVCache: one allocation for all layers, and the typed views of it that ops take."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,10 +20,14 @@ class LayerPages:
     """One layer's pages as typed views of the same bytes (P pages, G scale groups)."""
 
     format: CacheFormat
-    latent: Tensor  # [P, page_size, L]
+    latent: Tensor  # [P, page_size, L]; nvfp4: [P, page_size, L / 2]
     rope: Tensor  # [P, page_size, R]
-    group_scales: Tensor | None  # fp32 [P, page_size, G], fp8_ds_mla only
-    layer_scales: Tensor | None  # fp32 [2] (latent, rope), fp8 only; real = stored * scale
+    group_scales: Tensor | None  # [P, page_size, G], fp32 or e4m3; where format.group_scaled
+    layer_scales: Tensor | None  # fp32 [2] (latent, rope); where format.layer_scaled
+    # the same object for all layers of a cache, which differ in nothing but addresses
+    kind: object = field(default_factory=object, compare=False)
+    # within kvkern.calibrate: is given the rows [T, L+R] of each write, unquantised
+    observer: Callable[[Tensor], None] | None = field(default=None, compare=False)
 
     @property
     def num_pages(self) -> int:
@@ -32,8 +38,18 @@ class LayerPages:
         return self.latent.shape[1]
 
     @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
     def device(self) -> torch.device:
         return self.latent.device
+
+    @cached_property
+    def addresses(self) -> tuple[int | None, ...]:
+        """Of the four fields, in the order above."""
+        fields = (self.latent, self.rope, self.group_scales, self.layer_scales)
+        return tuple(None if values is None else values.data_ptr() for values in fields)
 
 
 @dataclass(frozen=True)
@@ -63,11 +79,13 @@ class PagedKVCache:
         num_layers, num_pages, page_size: geometry, each >= 1; any page size.
         device: where the pages live. With ``pin_memory`` (CPU only) they are page-locked, as a
             target for ``copy_pages`` from a GPU.
-        latent_scale, rope_scale: fp8 only: real value = stored value * scale; one float, or one
-            per layer; finite and > 0. Other formats refuse anything but 1.
+        latent_scale, rope_scale: fp8 and nvfp4 only: real value = stored value * scale; one value,
+            or one per layer (a tensor too); finite and > 0. Other formats refuse anything but 1.
+            ``kvkern.calibrate`` finds them.
 
-    ``storage`` is ``uint8 [num_layers, num_pages, page_size, row_bytes]``, uninitialised: no op
-    lets the contents of an unwritten slot reach a result.
+    ``storage`` is ``uint8 [num_layers, num_pages, page_size, row_bytes]``; ``token_scales``, for
+    fp8_token, fp32 ``[num_layers, num_pages, page_size]``. Both lie in ``buffer``, the one
+    allocation, uninitialised: no op lets the contents of an unwritten slot reach a result.
 
     Raises:
         ArgumentError: a size, a scale, or ``pin_memory`` off the CPU.
@@ -81,8 +99,8 @@ class PagedKVCache:
         num_pages: int,
         page_size: int,
         device: torch.device | str = "cpu",
-        latent_scale: float | Sequence[float] = 1.0,
-        rope_scale: float | Sequence[float] = 1.0,
+        latent_scale: float | Sequence[float] | Tensor = 1.0,
+        rope_scale: float | Sequence[float] | Tensor = 1.0,
         pin_memory: bool = False,
     ) -> None:
         sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
@@ -105,18 +123,23 @@ class PagedKVCache:
             )
         self.format = format
         self.page_size = page_size
-        self.storage = torch.empty(
-            num_layers,
-            num_pages,
-            page_size,
-            format.row_bytes,
+        slots = (num_layers, num_pages, page_size)
+        num_slots = math.prod(slots)
+        self.buffer = torch.empty(
+            num_slots * format.bytes_per_token,
             dtype=torch.uint8,
             device=device,
             pin_memory=pin_memory,
         )
+        rows, scales_beside = self.buffer.tensor_split([num_slots * format.row_bytes])
+        self.storage = rows.view(*slots, format.row_bytes)
+        self.token_scales: Tensor | None = None
+        if format.token_scaled:
+            self.token_scales = scales_beside.view(torch.float32).view(slots)
         self.host_scales: list[list[float]] = scales.tolist()  # [layer][latent, rope]
         self.layer_scales = scales.to(device) if format.layer_scaled else None  # fp32 [layers, 2]
-        self._layers = [self._typed_views(layer) for layer in range(num_layers)]
+        kind = object()
+        self._layers = [self._typed_views(layer, kind) for layer in range(num_layers)]
 
     @property
     def num_layers(self) -> int:
@@ -133,12 +156,12 @@ class PagedKVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole allocation."""
-        return self.storage.numel()
+        return self.buffer.numel()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers: what one more page costs."""
-        return self.num_layers * self.page_size * self.format.row_bytes
+        return self.num_layers * self.page_size * self.format.bytes_per_token
 
     def usage(self, allocator: PageAllocator) -> CacheUsage:
         """Bytes in use and free, by the allocator that hands out this cache's pages."""
@@ -163,9 +186,9 @@ class PagedKVCache:
         wanted = list(pages)
         is_bad = torch.zeros(len(wanted), dtype=torch.bool, device=self.device)
         for layer in self._layers:
-            for field in (layer.latent, layer.rope, layer.group_scales):
-                if field is not None:
-                    is_bad |= _is_non_finite(field, wanted).flatten(1).any(1)
+            for values in (layer.latent, layer.rope, layer.group_scales):
+                if values is not None:
+                    is_bad |= _is_non_finite(values, wanted).flatten(1).any(1)
         return [page for page, bad in zip(wanted, is_bad.tolist(), strict=True) if bad]
 
     def layer(self, layer: int) -> LayerPages:
@@ -182,30 +205,36 @@ class PagedKVCache:
         batch.check_pages(self.page_size, self.num_pages)
         return CacheView(pages, batch)
 
-    def _typed_views(self, layer: int) -> LayerPages:
+    def _typed_views(self, layer: int, kind: object) -> LayerPages:
         fmt, rows = self.format, self.storage[layer]
 
         def columns(start: int, count: int, dtype: torch.dtype) -> Tensor:
             return rows[..., start : start + count * dtype.itemsize].view(dtype)
 
+        group_scales = None
+        if self.token_scales is not None:
+            group_scales = self.token_scales[layer, ..., None]
+        elif fmt.group_scaled:
+            group_scales = columns(fmt.scales_offset, fmt.num_groups, fmt.scale_dtype)
         return LayerPages(
             format=fmt,
-            latent=columns(0, fmt.kv_lora_rank, fmt.latent_dtype),
+            latent=columns(0, fmt.latent_width, fmt.latent_dtype),
             rope=columns(fmt.rope_offset, fmt.rope_dim, fmt.rope_dtype),
-            group_scales=columns(fmt.scales_offset, fmt.num_groups, torch.float32)
-            if fmt.group_scaled
-            else None,
+            group_scales=group_scales,
             layer_scales=None if self.layer_scales is None else self.layer_scales[layer],
+            kind=kind,
         )
 
 
 def _is_non_finite(field: Tensor, pages: list[int]) -> Tensor:
     if field.dtype == torch.float8_e4m3fn:  # has no infinity, and torch no isfinite for it
         return (field.view(torch.uint8)[pages] & 0x7F) == 0x7F
+    if field.dtype == torch.float4_e2m1fn_x2:  # has neither: a NaN is in the group's scale
+        return torch.zeros(len(pages), 1, dtype=torch.bool, device=field.device)
     return ~field[pages].isfinite()
 
 
-def _per_layer(name: str, scale: float | Sequence[float], num_layers: int) -> Tensor:
+def _per_layer(name: str, scale: float | Sequence[float] | Tensor, num_layers: int) -> Tensor:
     values = torch.as_tensor(scale, dtype=torch.float32, device="cpu")
     if values.ndim > 1 or (values.ndim == 1 and len(values) != num_layers):
         raise ArgumentError(

@@ -15,6 +15,7 @@ import torch
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.pages import PageAllocator, PageCopyPlan
 from kvkern.cache.prefix import PrefixIndex
+from kvkern.cache.scales import CacheScales
 from kvkern.cache.storage import PagedKVCache
 from kvkern.engine.model import StepModel, Tokenizer
 from kvkern.engine.sampling import INVALID_TOKEN, Draw, SamplingParams, sample
@@ -72,6 +73,7 @@ class Engine:
         prefix_cache: whether to keep full pages for later prompts that begin alike. They are
             given up, the least recently used first, when pages run out.
         latent_scale, rope_scale: as for ``PagedKVCache``.
+        scales: for the model's format and layers, in place of the two.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Engine:
         prefix_cache: bool = True,
         latent_scale: float | Sequence[float] = 1.0,
         rope_scale: float | Sequence[float] = 1.0,
+        scales: CacheScales | None = None,
     ) -> None:
         for name, value in {
             "max_batch_tokens": max_batch_tokens,
@@ -94,6 +97,10 @@ class Engine:
         }.items():
             if value < 1:
                 raise ArgumentError(f"{name}: want >= 1, got {value}")
+        if scales is not None:
+            scales.check(model.format, model.num_cache_layers)
+            if (latent_scale, rope_scale) != (1.0, 1.0):
+                raise ArgumentError("scales: want None with latent_scale or rope_scale, got both")
         allocator = PageAllocator(num_pages, page_size)
         index = PrefixIndex(allocator) if prefix_cache else None
         self.cache = PagedKVCache(
@@ -102,8 +109,8 @@ class Engine:
             num_pages=num_pages,
             page_size=page_size,
             device=model.device,
-            latent_scale=latent_scale,
-            rope_scale=rope_scale,
+            latent_scale=latent_scale if scales is None else scales.latent,
+            rope_scale=rope_scale if scales is None else scales.rope,
         )
         self._model = model
         self._eos_token_ids = frozenset(eos_token_ids)

@@ -116,7 +116,7 @@ class PagedModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token in the paged cache, over all layers."""
-        return self.num_cache_layers * self.format.row_bytes
+        return self.num_cache_layers * self.format.bytes_per_token
 
     @cached_property
     def hf_cache_bytes_per_token(self) -> int:

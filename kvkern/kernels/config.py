@@ -50,7 +50,7 @@ def config_of_call(
             constexprs[parameter.name] = value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = f"*{_TRITON_TYPES[value.dtype]}"
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 aligned.append(parameter.name)
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kvkern.kernels.config import KernelConfig, config_of_call
 
-_BLOCK = 2048  # int64 words a program: 16 KiB
+_BLOCK = 2048  # words a program: 16 KiB of rows
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _copy_pages_kernel(
-    src_ptr,  # int64 words [layers, src pages, page_words]
-    dst_ptr,  # int64 words [layers, dst pages, page_words]
+    src_ptr,  # words [layers, src pages, page_words]
+    dst_ptr,  # words [layers, dst pages, page_words]
     pairs_ptr,  # int64 [2, pairs]: sources, then targets
     num_pairs,
     page_words,
@@ -39,8 +39,10 @@ def _copy_pages_kernel(
 def _call(
     src: Tensor, dst: Tensor, pairs: Tensor
 ) -> tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]:
-    # rows are padded to 16 bytes, so a page is a whole number of words
-    src, dst = src.view(torch.int64).flatten(2), dst.view(torch.int64).flatten(2)
+    # rows are padded to 16 bytes, so their pages are whole int64 words; a page of token scales, 4
+    # bytes each, may end on half of one
+    word = torch.int64 if src.dtype == torch.uint8 else torch.int32
+    src, dst = src.view(word).flatten(2), dst.view(word).flatten(2)
     num_layers, _, page_words = src.shape
     arguments = {
         "src_ptr": src,
@@ -57,7 +59,7 @@ def _call(
 
 
 def copy_pages(src: Tensor, dst: Tensor, sources: list[int], targets: list[int]) -> None:
-    """Launch once. ``kvkern.copy_pages`` has checked the lists; storages are uint8."""
+    """Launch once. ``kvkern.copy_pages`` has checked the lists; rows are uint8, scales fp32."""
     pairs = torch.tensor([sources, targets], dtype=torch.int64)
     if src.device.type == "cuda":  # from page-locked memory the copy does not wait
         pairs = pairs.pin_memory().to(src.device, non_blocking=True)
@@ -66,8 +68,12 @@ def copy_pages(src: Tensor, dst: Tensor, sources: list[int], targets: list[int])
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
-    """The kernel moves words, whatever the format."""
-    storage = torch.empty(2, 4, 16, 1152, dtype=torch.uint8)
+    """The kernel moves words, whatever the format; scales on pages of odd size too."""
     pairs = torch.zeros(2, 1, dtype=torch.int64)
-    _, arguments, options = _call(storage, storage, pairs)
-    yield config_of_call(_copy_pages_kernel, "words", arguments, options)
+    for name, paged in [
+        ("rows", torch.empty(2, 4, 16, 1152, dtype=torch.uint8)),
+        ("token-scales", torch.empty(2, 4, 16)),
+        ("token-scales-odd", torch.empty(2, 4, 3)),
+    ]:
+        _, arguments, options = _call(paged, paged, pairs)
+        yield config_of_call(_copy_pages_kernel, name, arguments, options)

@@ -13,18 +13,28 @@ from kvkern.cache.storage import LayerPages, PagedKVCache
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.numerics import round_to
-from kvkern.kernels.paging import batch_fields, load_latent, load_pages, load_rope, row_fields
+from kvkern.kernels.paging import (
+    ANY_ALIGNMENT,
+    batch_fields,
+    load_latent,
+    load_pages,
+    load_rope,
+    row_fields,
+)
 from kvkern.layout import FORMAT_NAMES, CacheFormat
 
 _BLOCK_N = 16  # rows a program: a page's worth, and 8 KiB to keep in registers at L = 512
 
 
-@triton.jit(do_not_specialize=["max_pages", "start", "length"])
+@triton.jit(
+    do_not_specialize=["max_pages", "start", "length"],
+    do_not_specialize_on_alignment=ANY_ALIGNMENT,
+)
 def _gather_kv_kernel(
     out_ptr,  # [B, length, L+R]
-    latent_ptr,  # [slots, L]
+    latent_ptr,  # [slots, L]; packed: bytes [slots, L / 2]
     rope_ptr,  # [slots, R]
-    group_scales_ptr,  # fp32 [slots, G]
+    group_scales_ptr,  # fp32 or e4m3 [slots, G]
     layer_scales_ptr,  # fp32 [2]
     offsets_ptr,  # int32 [B+1]
     cache_lengths_ptr,  # int32 [B]
@@ -44,6 +54,7 @@ def _gather_kv_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Program (request, block) reads BLOCK_N positions."""
     request = tl.program_id(0).to(tl.int64)
@@ -59,7 +70,7 @@ def _gather_kv_kernel(
 
     latent = load_latent(
         latent_ptr, group_scales_ptr, slots, is_there, stride_latent, stride_scales,
-        LATENT_DIM, BLOCK_L, GROUP, BLOCK_N, tl.float32, NATIVE_FP8,
+        LATENT_DIM, BLOCK_L, GROUP, BLOCK_N, tl.float32, NATIVE_FP8, PACKED,
     )  # fmt: skip
     if layer_scales_ptr is not None:
         latent *= tl.load(layer_scales_ptr)
@@ -112,7 +123,8 @@ def gather_kv(
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Every format into bf16, and one into each other dtype."""
     variants = [(name, torch.bfloat16, 512, 64) for name in FORMAT_NAMES]
-    variants += [("fp8", torch.float16, 128, 0), ("fp8_ds_mla", torch.float32, 384, 48)]
+    variants += [("fp8", torch.float16, 128, 0)]
+    variants += [(name, torch.float32, 384, 48) for name in ("fp8_token", "fp8_ds_mla", "nvfp4")]
     for name, dtype, latent_dim, rope_dim in variants:
         cache = PagedKVCache(
             CacheFormat(name, latent_dim, rope_dim), num_layers=1, num_pages=1, page_size=64

@@ -20,6 +20,7 @@ from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.merge_states import merge_states
 from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
 from kvkern.kernels.paging import (
+    ANY_ALIGNMENT,
     NO_KEY,
     batch_fields,
     find_tile,
@@ -33,14 +34,17 @@ from kvkern.kernels.paging import (
 from kvkern.layout import CacheFormat, FormatName
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages"])
+@triton.jit(
+    do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages"],
+    do_not_specialize_on_alignment=ANY_ALIGNMENT,
+)
 def _mla_decode_kernel(
     q_ptr,  # [T, H, L+R]
     out_ptr,  # [num_splits, T, H, L]
     lse_ptr,  # fp32 [num_splits, T, H]
-    latent_ptr,  # [slots, L]
+    latent_ptr,  # [slots, L]; packed: bytes [slots, L / 2]
     rope_ptr,  # [slots, R]
-    group_scales_ptr,  # fp32 [slots, G]
+    group_scales_ptr,  # fp32 or e4m3 [slots, G]
     layer_scales_ptr,  # fp32 [2]
     offsets_ptr,  # int32 [B+1]
     cache_lengths_ptr,  # int32 [B]
@@ -66,6 +70,7 @@ def _mla_decode_kernel(
     GROUP: tl.constexpr,
     LN_2: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     # head blocks are neighbours, so that they share their keys in L2
     num_head_blocks = tl.cdiv(num_heads, BLOCK_H)
@@ -132,7 +137,7 @@ def _mla_decode_kernel(
         page = load_block_pages(table_ptr, first_key + BLOCK_N, end, max_pages, PAGE_SIZE, BLOCK_N)
         latent = load_latent(
             latent_ptr, group_scales_ptr, slots, is_there, stride_latent, stride_scales,
-            LATENT_DIM, BLOCK_L, GROUP, BLOCK_N, dtype, NATIVE_FP8,
+            LATENT_DIM, BLOCK_L, GROUP, BLOCK_N, dtype, NATIVE_FP8, PACKED,
         )  # fmt: skip
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee") * latent_scale
         if ROPE_DIM > 0:
@@ -183,19 +188,20 @@ def choose_tiles(
 
     The accumulator [rows, latent] is fp32 in registers: 64 x 512 is half of an SM's.
     """
-    is_fp8, converts = fmt.latent_dtype.itemsize == 1, fmt.latent_dtype != q_dtype
+    converts = fmt.latent_dtype != q_dtype
     if torch.float32 in (fmt.latent_dtype, q_dtype):  # no tensor cores: to check models with
         max_rows, block_n, num_stages = 16, 16, 1 if q_dtype == torch.float32 else 2
     elif not gpu.has_large_shared:
         max_rows, block_n, num_stages = 16, 32, 2
-    elif gpu.capability < 90 or (converts and not is_fp8):
+    elif gpu.capability < 90 or (converts and not fmt.is_quantised):
         # rows to be converted wait in registers, and take the place of query rows
         max_rows = (16 if fmt.group_scaled else 32) if converts else 64
         block_n, num_stages = 32, 2
     else:
-        # see _spills for what fp8 pays; sm_100 has not the shared memory for a third bf16 stage
-        max_rows, block_n = 64, 64 if is_fp8 else 32
-        num_stages = 3 if is_fp8 or gpu.capability == 90 else 2
+        # see _spills for what 8 bits and fewer pay; sm_100 has not the shared memory for a third
+        # bf16 stage
+        max_rows, block_n = 64, 64 if fmt.is_quantised else 32
+        num_stages = 3 if fmt.is_quantised or gpu.capability == 90 else 2
     block_h = min(triton.next_power_of_2(num_heads), max_rows)
     block_t = min(triton.next_power_of_2(max(max_query_len, 1)), max_rows // block_h)
     block_t = max(block_t, -(-16 // block_h))  # tl.dot wants 16 rows
@@ -285,8 +291,11 @@ def mla_decode(
 
 
 def _spills(fmt: CacheFormat) -> dict[str, Any]:
-    """Measured on an H100, 128 heads, 128 requests of 4096 tokens: spilling is the faster way."""
-    if fmt.latent_dtype.itemsize == 1:
+    """Measured on an H100, 128 heads, 128 requests of 4096 tokens: spilling is the faster way.
+
+    fp8_token and nvfp4 have fp8_ds_mla's tiles, unmeasured.
+    """
+    if fmt.is_quantised:
         why = "64 rows are 2 (fp8) and 4 times (fp8_ds_mla) as fast as what does not spill"
         return {"spill_budget": 1280, "spill_reason": why}
     return {"spill_budget": 192, "spill_reason": "64 rows are 1.5 times as fast as 32"}
@@ -312,10 +321,15 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("fp8", fp16, 512, 64, 128, 1),
         ("fp8", bf16, 128, 0, 5, 2),
         ("fp8", fp32, 512, 64, 16, 1),
-        ("fp8_ds_mla", bf16, 512, 64, 128, 1),
-        ("fp8_ds_mla", bf16, 384, 48, 8, 1),
-        ("fp8_ds_mla", fp32, 512, 64, 16, 1),
     ]
+    grouped: tuple[FormatName, ...] = ("fp8_token", "fp8_ds_mla", "nvfp4")
+    for name in grouped:
+        variants += [
+            (name, bf16, 512, 64, 128, 1),
+            (name, bf16, 512, 64, 16, 1),
+            (name, bf16, 384, 48, 8, 1),
+            (name, fp32, 512, 64, 16, 1),
+        ]
     for name, q_dtype, latent_dim, rope_dim, num_heads, max_query_len in variants:
         fmt = CacheFormat(name, latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=64).layer(0)

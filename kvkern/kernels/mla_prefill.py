@@ -19,7 +19,14 @@ from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.gather_kv import gather_kv
 from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
-from kvkern.kernels.paging import NO_KEY, batch_fields, find_tile, load_pages, num_tiles
+from kvkern.kernels.paging import (
+    ANY_ALIGNMENT,
+    NO_KEY,
+    batch_fields,
+    find_tile,
+    load_pages,
+    num_tiles,
+)
 
 
 @triton.jit
@@ -38,7 +45,8 @@ def _load_rows(
     do_not_specialize=[
         "num_requests", "num_tokens", "num_heads", "max_pages", "chunk_start",
         "chunk_len",
-    ]
+    ],
+    do_not_specialize_on_alignment=ANY_ALIGNMENT,
 )  # fmt: skip
 def _mla_prefill_kernel(
     q_ptr,  # [T, H, N+R]

@@ -24,17 +24,18 @@ def round_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def cast_to(x, DTYPE: tl.constexpr):
-    """``round_to`` for bytes that are compared: every NaN has the same bits."""
-    is_nan = x != x
-    if DTYPE == tl.bfloat16:
-        bits = round_to(x, tl.bfloat16).to(tl.int16, bitcast=True)
-        return tl.where(is_nan, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif DTYPE == tl.float16:
-        bits = x.to(tl.float16).to(tl.int16, bitcast=True)
-        return tl.where(is_nan, 0x7E00, bits).to(tl.int16).to(tl.float16, bitcast=True)
-    else:
+    """``round_to`` for bytes that are compared: every NaN has the same bits.
+
+    They are the card's own, which costs it nothing: 0x7FFF for bf16 and fp16.
+    """
+    if DTYPE == tl.float32:
         word = x.to(tl.int32, bitcast=True)
-        return tl.where(is_nan, 0x7FC00000, word).to(tl.int32).to(tl.float32, bitcast=True)
+        return tl.where(x != x, 0x7FC00000, word).to(tl.int32).to(tl.float32, bitcast=True)
+    elif INTERPRET:
+        bits = round_to(x, DTYPE).to(tl.int16, bitcast=True)
+        return tl.where(x != x, 0x7FFF, bits).to(tl.int16).to(DTYPE, bitcast=True)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit
@@ -75,6 +76,27 @@ def power_of_two_scale(amax, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr):
     ratio = tl.maximum(tl.div_rn(amax, E4M3_MAX), MIN_SCALE)
     word = (ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_e2m1(x):
+    """fp32 to e2m1 codes 0 to 15 in int32: nearest, ties to even, saturating at 6; NaN is 0."""
+    word = x.to(tl.int32, bitcast=True)
+    magnitude = tl.where(x != x, 0.0, tl.abs(x))
+    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
+    code += (magnitude > 1.25).to(tl.int32) + (magnitude >= 1.75).to(tl.int32)
+    code += (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+    code += (magnitude > 5.0).to(tl.int32)
+    return code | tl.where(x != x, 0, (word >> 28) & 8)
+
+
+@triton.jit
+def decode_e2m1(codes):
+    """e2m1 codes 0 to 15 to fp32; exact."""
+    code = codes.to(tl.int32)
+    # the same bits as an fp16's lowest exponents and highest mantissa bit are 2^14 too small
+    half = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.constexpr_function

@@ -33,7 +33,8 @@ def gather_kv(
         length: how many positions; default: up to the longest sequence, which must then be known
             on the host.
         include_new: whether a request ends with this step's tokens, or before them.
-        dtype: bf16, fp16 or fp32 (fp64: reference only); default the cache's own, bf16 for fp8.
+        dtype: bf16, fp16 or fp32 (fp64: reference only); default the cache's own, bf16 where it
+            stores 8 bits or fewer.
         out: ``[B, length, L+R]`` in that dtype, contiguous, filled if given.
         backend: ``"auto"``, or a name: used or refused, never replaced.
 
@@ -103,9 +104,9 @@ def copy_pages(
 ) -> PageCopy:
     """Copy whole pages, in all layers: copy-on-write, defragmentation, swap to host and back.
 
-    Page ``src_pages[i]`` of ``src`` goes to page ``dst_pages[i]`` of ``dst``; every other byte
-    stays. The copy is ordered on the current stream of the accelerator involved, behind the
-    writes that were issued there.
+    Page ``src_pages[i]`` of ``src`` goes to page ``dst_pages[i]`` of ``dst``: its rows, and the
+    scales beside them where the format has such; every other byte stays. The copy is ordered on
+    the current stream of the accelerator involved, behind the writes that were issued there.
 
     Args:
         src, dst: caches with the same format, scales, page size and number of layers; may be the
@@ -132,17 +133,17 @@ def copy_pages(
     run = choose("copy_pages", backend, accelerator or src.device, torch.uint8)
     if not sources:
         return PageCopy(accelerator)
-    if src.device == dst.device:
-        run(src.storage, dst.storage, sources, targets)
-    else:
-        _copy_between_devices(src.storage, dst.storage, sources, targets)
+    copy = run if src.device == dst.device else _copy_between_devices
+    copy(src.storage, dst.storage, sources, targets)
+    if src.token_scales is not None and dst.token_scales is not None:
+        copy(src.token_scales, dst.token_scales, sources, targets)
     return PageCopy(accelerator)
 
 
 def _copy_between_devices(
     src: Tensor, dst: Tensor, sources: Sequence[int], targets: Sequence[int]
 ) -> None:
-    """One asynchronous copy per page and layer, when the host side is page-locked."""
+    """One copy per page and layer; asynchronous, when the host side is page-locked."""
     for source, target in zip(sources, targets, strict=True):
         for layer in range(src.shape[0]):
             dst[layer, target].copy_(src[layer, source], non_blocking=True)
@@ -173,6 +174,6 @@ def _check_page_lists(
                 raise ArgumentError(f"{name}: want ids in [0, {cache.num_pages}), got {page}")
     if len(set(targets)) != len(targets):
         raise ArgumentError("dst_pages: want distinct ids, got a page twice")
-    if src.storage.data_ptr() == dst.storage.data_ptr() and not set(sources).isdisjoint(targets):
+    if src.buffer.data_ptr() == dst.buffer.data_ptr() and not set(sources).isdisjoint(targets):
         both = sorted(set(sources) & set(targets))
         raise ArgumentError(f"dst_pages: want none of src_pages, got {both}")

@@ -1,26 +1,37 @@
 """write_kv: what fills the paged cache."""
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvkern.backends import choose
-from kvkern.cache.storage import CacheView
+from kvkern.cache.batch import PagedBatch
+from kvkern.cache.storage import CacheView, LayerPages
 from kvkern.errors import ArgumentError, LayoutError
 from kvkern.ops._sizes import FLOATS64, Sizes
 
+_E4M3 = torch.float8_e4m3fn
+
 
 def write_kv(
-    cache: CacheView,
+    cache: CacheView | LayerPages,
     kv: Tensor,
     freqs: Tensor | None,
     gamma: Tensor,
     *,
     q_rope: Tensor | None = None,
     q_rope_out: Tensor | None = None,
+    q_nope: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    q_latent: Tensor | None = None,
+    q_gamma: Tensor | None = None,
+    q_latent_out: Tensor | None = None,
     kv_out: Tensor | None = None,
+    q_scale: Tensor | None = None,
     positions: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
     eps: float = 1e-6,
     rope_style: Literal["interleaved", "half"] = "interleaved",
     rounding: Literal["once", "hf"] = "once",
@@ -32,11 +43,12 @@ def write_kv(
     RMSNorm of the latent columns, RoPE of the rope key (and of the query), quantisation to the
     cache's format and the paged store are one launch. Token t of request b goes to position
     ``cache_lengths[b] + t - input_row_offsets[b]``; ``cache_lengths`` is not advanced. A token at
-    or past ``input_row_offsets[-1]``, or whose page is -1, is padding: nothing of it is stored and
-    its rows of ``q_rope_out`` and ``kv_out`` become zero.
+    or past ``input_row_offsets[-1]``, or whose page or slot is not in the cache (-1), is padding:
+    nothing of it is stored and its rows of every output become zero.
 
     Args:
-        cache: ``PagedKVCache.view(layer, batch)``; L and R below are its format's dims.
+        cache: ``PagedKVCache.view(layer, batch)``; or, with ``slot_mapping``,
+            ``PagedKVCache.layer(layer)``. L and R below are its format's dims.
         kv: ``[T, L+R]``, bf16, fp16 or fp32 (fp64: reference only), last dim contiguous: latent,
             then the unrotated rope key, as ``kv_a_proj_with_mqa`` gives them.
         freqs: ``[max_positions, R]``, any float dtype, contiguous: rows ``cos0, sin0, cos1, ...``,
@@ -45,12 +57,21 @@ def write_kv(
         q_rope: ``[T, H, R]`` in kv's dtype, last dim contiguous, other strides free: the query's
             unrotated rope columns, rotated by the same positions into ``q_rope_out``.
         q_rope_out: like ``q_rope``, with strides of its own, for example columns ``[L, L+R)`` of
-            the packed query. May be ``q_rope`` itself; must not overlap it otherwise.
+            the packed query, in kv's dtype, or e4m3 with a ``q_scale``. May be ``q_rope`` itself;
+            must not overlap it otherwise.
+        q_nope, q_nope_out: ``[T, H, N]``, any N, the same in all else: copied (or quantised), for
+            example the absorbed query into columns ``[0, L)`` of the packed one.
+        q_latent, q_gamma, q_latent_out: ``[T, Q]``, ``[Q]``, ``[T, Q]``: RMSNorm of the query's
+            LoRA latent, with the same ``eps`` and ``rounding``; dtypes and strides as ``kv``,
+            ``gamma`` and ``kv_out``. ``q_latent_out`` may be ``q_latent`` itself.
         kv_out: ``[T, L+R]`` in kv's dtype, last dim contiguous: the same row before quantisation,
             which a prefill expands into keys and values. May be ``kv`` itself.
+        q_scale: fp32 ``[1]``, with e4m3 query outputs and only then: real = stored * q_scale.
         positions: int32 or int64 ``[T]``: RoPE positions in place of the above; where a token is
             stored does not depend on them. Must be in ``[0, max_positions)``; not checked: a
             position outside gets NaN instead of a rotation.
+        slot_mapping: int32 or int64 ``[T]``: the slot of each token, ``page * page_size + offset``,
+            in place of a batch; -1 skips the token. Needs ``positions`` unless R is 0.
         eps: added to the mean square, fp32.
         rope_style: which columns make pair i: ``"interleaved"`` ``(2i, 2i+1)``, or ``"half"``
             ``(i, i + R/2)``.
@@ -60,8 +81,11 @@ def write_kv(
             token cannot spread through the pool.
         backend: ``"auto"``, or a name: used or refused, never replaced.
 
-    e4m3 saturates at +-448, infinities included; NaN stays NaN. Stored bytes are the same on
-    every backend.
+    e4m3 saturates at +-448 and e2m1 at +-6, infinities included; NaN stays NaN (in nvfp4 the
+    group's scale is one). Stored bytes are the same on every backend.
+
+    Arguments are checked once per combination of shapes, strides, dtypes and options: further
+    calls of the kind cost the host little more than the launch.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError, ArgumentError: an
@@ -71,8 +95,112 @@ def write_kv(
     Source: RMSNorm, arXiv:1910.07467; RoPE, arXiv:2104.09864, section 3.2; MLA's latent and
     decoupled rope key, arXiv:2405.04434, section 2.1.
     """
-    fmt, batch = cache.format, cache.batch
-    sizes = Sizes(cache.pages.device, L=fmt.kv_lora_rank, R=fmt.rope_dim, K=fmt.row_dim)
+    if isinstance(cache, CacheView):
+        pages, batch = cache.pages, cache.batch
+    else:
+        pages, batch = cache, None
+    observer = pages.observer
+    if observer is not None and kv_out is None:
+        kv_out = torch.empty_like(kv)
+    tensors = (
+        kv, freqs, gamma, q_rope, q_rope_out, q_nope, q_nope_out,
+        q_latent, q_gamma, q_latent_out, kv_out, q_scale, positions, slot_mapping,
+    )  # fmt: skip
+    options = (eps, rope_style, rounding, sanitize, backend)
+    try:
+        addresses, kinds = _addresses_and_kinds(tensors)
+    except AttributeError:  # not all are tensors
+        _check(pages, batch, *tensors, eps, rope_style, rounding)
+        raise
+    key = (pages.kind, batch is None, options, kinds)
+    again = _KNOWN.get(key)
+    if again is None:
+        _check(pages, batch, *tensors, eps, rope_style, rounding)
+    if batch is not None:
+        _check_bounds(batch, kv, freqs, positions)
+    if again is not None:
+        again(pages, batch, addresses)
+    else:
+        again = choose("write_kv", backend, pages.device, kv.dtype)(
+            pages,
+            batch,
+            *tensors,
+            eps=eps,
+            interleaved=rope_style == "interleaved",
+            round_hf=rounding == "hf",
+            sanitize=sanitize,
+        )
+        if again is not None:
+            if len(_KNOWN) >= _MAX_KNOWN:
+                _KNOWN.clear()
+            _KNOWN[key] = again
+    if observer is not None and kv_out is not None:
+        observer(kv_out)
+
+
+# How to repeat a call that has been checked, by all of it that is not an address. A server meets
+# as many kinds of call as it has numbers of tokens in a step.
+_KNOWN: dict[Any, Callable[..., None]] = {}
+_MAX_KNOWN = 16_384
+
+
+def _addresses_and_kinds(
+    tensors: Sequence[Tensor | None],
+) -> tuple[list[int | None], tuple[Any, ...]]:
+    """Where tensors begin, and everything else about them that a check or a kernel looks at.
+
+    That is shapes, strides, dtypes, devices, alignments, and which outputs are in place.
+    """
+    addresses = [None if t is None else t.data_ptr() for t in tensors]
+    kinds = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
+    low_bits = 0
+    for address in addresses:
+        if address is not None:
+            low_bits |= address
+    misaligned = low_bits & 15 and tuple(a and a & 15 for a in addresses)
+    in_place = tuple(addresses[i] == addresses[j] for i, j in _IN_PLACE)
+    return addresses, (*kinds, misaligned, in_place)
+
+
+_IN_PLACE = ((0, 10), (3, 4), (5, 6), (7, 9))  # an input and the output that may lie on it
+
+
+def _check_bounds(
+    batch: PagedBatch, kv: Tensor, freqs: Tensor | None, positions: Tensor | None
+) -> None:
+    """What changes from step to step."""
+    longest = batch.max_seq_len
+    if positions is None and freqs is not None and longest is not None and freqs.shape[0] < longest:
+        raise ArgumentError(
+            f"freqs: want at least {longest} rows for the longest sequence, got {freqs.shape[0]}"
+        )
+    batch.check_num_tokens("kv", kv.shape[0])
+
+
+def _check(
+    pages: LayerPages,
+    batch: PagedBatch | None,
+    kv: Tensor,
+    freqs: Tensor | None,
+    gamma: Tensor,
+    q_rope: Tensor | None,
+    q_rope_out: Tensor | None,
+    q_nope: Tensor | None,
+    q_nope_out: Tensor | None,
+    q_latent: Tensor | None,
+    q_gamma: Tensor | None,
+    q_latent_out: Tensor | None,
+    kv_out: Tensor | None,
+    q_scale: Tensor | None,
+    positions: Tensor | None,
+    slot_mapping: Tensor | None,
+    eps: float,
+    rope_style: str,
+    rounding: str,
+) -> None:
+    """What the docstring of ``write_kv`` asks."""
+    fmt = pages.format
+    sizes = Sizes(pages.device, L=fmt.kv_lora_rank, R=fmt.rope_dim, K=fmt.row_dim)
     sizes.match("kv", kv, "T K", *FLOATS64, strides="rows")
     sizes.match("gamma", gamma, "L", *FLOATS64)
     if freqs is not None:
@@ -81,43 +209,47 @@ def write_kv(
         raise ArgumentError(f"freqs: want [any, R={fmt.rope_dim}], got None")
     if kv_out is not None:
         sizes.match("kv_out", kv_out, "T K", kv.dtype, strides="rows")
-    if (q_rope is None) != (q_rope_out is None):
-        raise ArgumentError("q_rope, q_rope_out: want both or neither")
-    if q_rope is not None and q_rope_out is not None:
-        sizes.match("q_rope", q_rope, "T H R", kv.dtype, strides="rows")
-        sizes.match("q_rope_out", q_rope_out, "T H R", kv.dtype, strides="rows")
-        _check_in_place_or_apart("q_rope_out", q_rope_out, q_rope)
-    if kv_out is not None:
         _check_in_place_or_apart("kv_out", kv_out, kv)
+    has_fp8_out = False
+    for name, q, out, dims in (
+        ("q_rope", q_rope, q_rope_out, "T H R"),
+        ("q_nope", q_nope, q_nope_out, "T H M"),
+    ):
+        if (q is None) != (out is None):
+            raise ArgumentError(f"{name}, {name}_out: want both or neither")
+        if q is not None and out is not None:
+            out_dtypes = (kv.dtype,) if q_scale is None else (_E4M3,)
+            sizes.match(name, q, dims, kv.dtype, strides="rows")
+            sizes.match(f"{name}_out", out, dims, *out_dtypes, strides="rows")
+            _check_in_place_or_apart(f"{name}_out", out, q)
+            has_fp8_out |= out.dtype == _E4M3
+    if q_scale is not None:
+        sizes.match("q_scale", q_scale, "1", torch.float32)
+        if not has_fp8_out:
+            raise ArgumentError("q_scale: want None without an e4m3 q_rope_out or q_nope_out")
+    if q_latent is not None and q_gamma is not None and q_latent_out is not None:
+        sizes.match("q_latent", q_latent, "T Q", kv.dtype, strides="rows")
+        sizes.match("q_gamma", q_gamma, "Q", *FLOATS64)
+        sizes.match("q_latent_out", q_latent_out, "T Q", kv.dtype, strides="rows")
+        _check_in_place_or_apart("q_latent_out", q_latent_out, q_latent)
+    elif not q_latent is q_gamma is q_latent_out is None:
+        raise ArgumentError("q_latent, q_gamma, q_latent_out: want all or none")
     if positions is not None:
         sizes.match("positions", positions, "T", torch.int32, torch.int64)
-    elif freqs is not None and batch.max_seq_len is not None and len(freqs) < batch.max_seq_len:
+    if (slot_mapping is None) != (batch is not None):
         raise ArgumentError(
-            f"freqs: want at least {batch.max_seq_len} rows for the longest sequence, "
-            f"got {len(freqs)}"
+            "slot_mapping: want it with PagedKVCache.layer(...) and without a batch, or neither"
         )
-    batch.check_num_tokens("kv", len(kv))
+    if slot_mapping is not None:
+        sizes.match("slot_mapping", slot_mapping, "T", torch.int32, torch.int64)
+        if positions is None and fmt.rope_dim:
+            raise ArgumentError("positions: want [T] with slot_mapping, got None")
     if rope_style not in ("interleaved", "half"):
         raise ArgumentError(f"rope_style: want interleaved or half, got {rope_style!r}")
     if rounding not in ("once", "hf"):
         raise ArgumentError(f"rounding: want once or hf, got {rounding!r}")
     if not 0 <= eps < float("inf"):
         raise ArgumentError(f"eps: want finite and >= 0, got {eps}")
-    choose("write_kv", backend, sizes.device, kv.dtype)(
-        cache.pages,
-        batch,
-        kv,
-        freqs,
-        gamma,
-        q_rope,
-        q_rope_out,
-        kv_out,
-        positions,
-        eps,
-        rope_style == "interleaved",
-        rounding == "hf",
-        sanitize,
-    )
 
 
 def _check_in_place_or_apart(name: str, out: Tensor, source: Tensor) -> None:
@@ -126,8 +258,9 @@ def _check_in_place_or_apart(name: str, out: Tensor, source: Tensor) -> None:
     A packed buffer's own columns may be interleaved with the source's, so only the same first
     element with other strides is certain to be a mistake.
     """
-    if out.data_ptr() == source.data_ptr() and out.stride() != source.stride() and out.numel():
+    is_same = out.stride() == source.stride() and out.dtype == source.dtype
+    if out.data_ptr() == source.data_ptr() and out.numel() and not is_same:
         raise LayoutError(
-            f"{name}: want the input's strides {list(source.stride())} in place, "
-            f"got {list(out.stride())}"
+            f"{name}: want the input's strides {list(source.stride())} and dtype in place, "
+            f"got {list(out.stride())} and {out.dtype}"
         )

@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def copy_pages(src: Tensor, dst: Tensor, sources: list[int], targets: list[int]) -> None:
-    """The specification; ``kvkern.copy_pages`` states the contract. Storages are uint8."""
+    """The specification; of ``[layers, pages, ...]``; ``kvkern.copy_pages`` states the contract."""
     dst[:, targets] = src[:, sources]

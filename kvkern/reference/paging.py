@@ -1,5 +1,6 @@
 """Where a token is stored, and what a stored row means: the specification that readers share."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,16 @@ from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages
-from kvkern.layout import E4M3_MAX, GROUP_SIZE, MAX_GROUP_SCALE, MIN_GROUP_SCALE
+from kvkern.layout import (
+    E2M1_MAX,
+    E4M3_MAX,
+    MAX_GROUP_SCALE,
+    MIN_E4M3,
+    MIN_GROUP_SCALE,
+    MIN_TOKEN_SCALE,
+)
+
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class TokenPlaces(NamedTuple):
@@ -37,11 +47,12 @@ def place_tokens(batch: PagedBatch, page_size: int, num_tokens: int) -> TokenPla
 
 def read_rows(pages: LayerPages, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise the rows at ``slots`` [N] into ``[N, L+R]``."""
-    latent = _at(pages.latent, slots).to(dtype)
-    rope = _at(pages.rope, slots).to(dtype)
+    fmt = pages.format
+    latent, rope = _at(pages.latent, slots), _at(pages.rope, slots).to(dtype)
+    latent = unpack_e2m1(latent.view(torch.uint8), dtype) if fmt.is_packed else latent.to(dtype)
     if pages.group_scales is not None:
         scales = _at(pages.group_scales, slots).to(dtype)
-        latent = latent * scales.repeat_interleave(GROUP_SIZE, dim=-1)
+        latent = latent * scales.repeat_interleave(fmt.group_size, dim=-1)
     if pages.layer_scales is not None:
         latent_scale, rope_scale = pages.layer_scales.to(dtype)
         latent, rope = latent * latent_scale, rope * rope_scale
@@ -51,29 +62,81 @@ def read_rows(pages: LayerPages, slots: Tensor, dtype: torch.dtype) -> Tensor:
 def write_rows(
     pages: LayerPages, slots: Tensor, latent: Tensor, rope: Tensor, sanitize: bool
 ) -> None:
-    """Quantise rows ``[N, L]`` and ``[N, R]`` and store them at ``slots`` [N]."""
-    if pages.group_scales is not None:
-        groups = latent.unflatten(-1, (-1, GROUP_SIZE))
-        scales = power_of_two_scales(groups)
-        _put(pages.group_scales, slots, scales, sanitize)
-        latent = (groups / scales[..., None]).flatten(-2)
+    """Quantise rows ``[N, L]`` and ``[N, R]`` and store them at ``slots`` [N].
+
+    A value is divided by its scale by multiplying with 1 / scale in fp32: one division a scale.
+    """
+    fmt = pages.format
     if pages.layer_scales is not None:
-        latent_scale, rope_scale = pages.layer_scales
-        latent, rope = latent / latent_scale, rope / rope_scale
-    _put(pages.latent, slots, latent, sanitize)
-    _put(pages.rope, slots, rope, sanitize)
+        latent_factor, rope_factor = 1.0 / pages.layer_scales
+        latent, rope = latent * latent_factor, rope * rope_factor
+    if pages.group_scales is not None:
+        groups = latent.unflatten(-1, (-1, fmt.group_size))
+        if fmt.is_packed:
+            scales = e2m1_scales(groups)
+            # e2m1 has no NaN: the group's scale is one
+            has_nan = groups.isnan().any(-1) if not sanitize else torch.tensor(False)
+            stored_scales = round_to(torch.where(has_nan, torch.nan, scales), fmt.scale_dtype)
+        elif fmt.token_scaled:
+            stored_scales = scales = token_scales(groups)
+        else:
+            stored_scales = scales = power_of_two_scales(groups)
+        _put(pages.group_scales, slots, stored_scales)
+        latent = (groups * (1.0 / scales)[..., None]).flatten(-2)
+    if fmt.is_packed:
+        _put(pages.latent, slots, pack_e2m1(latent).view(torch.float4_e2m1fn_x2))
+    else:
+        _put(pages.latent, slots, round_to(latent, fmt.latent_dtype, sanitize))
+    _put(pages.rope, slots, round_to(rope, fmt.rope_dtype, sanitize))
 
 
 def power_of_two_scales(groups: Tensor) -> Tensor:
-    """fp32 scale of groups ``[..., GROUP_SIZE]``: amax / 448, at least 1e-4, rounded up to 2**n.
+    """fp32 scale of groups ``[..., group_size]``: amax / 448, at least 1e-4, rounded up to 2**n.
 
     NaN does not count; an infinity counts as 448 * 2**119, which a row can hold.
     """
-    amax = groups.float().abs().nan_to_num(nan=0.0).amax(-1)
-    ratio = (amax / E4M3_MAX).clamp(MIN_GROUP_SCALE, MAX_GROUP_SCALE)
+    ratio = _amax_over(groups, E4M3_MAX).clamp(MIN_GROUP_SCALE, MAX_GROUP_SCALE)
     mantissa, exponent = torch.frexp(ratio)
     exponent = exponent - (mantissa == 0.5).int()  # already a power of two: 2**e is 0.5 * 2**(e+1)
-    return torch.ldexp(torch.ones_like(amax), exponent)
+    return torch.ldexp(torch.ones_like(ratio), exponent)
+
+
+def token_scales(groups: Tensor) -> Tensor:
+    """fp32 scale of groups ``[..., group_size]``: amax / 448. NaN and infinity as above."""
+    return _amax_over(groups, E4M3_MAX).clamp(MIN_TOKEN_SCALE, MAX_GROUP_SCALE)
+
+
+def e2m1_scales(groups: Tensor) -> Tensor:
+    """fp32 scale of groups ``[..., group_size]``: the e4m3 nearest to amax / 6, but not 0."""
+    ratio = _amax_over(groups, E2M1_MAX).clamp(MIN_E4M3, E4M3_MAX)
+    return round_to(ratio, torch.float8_e4m3fn).float()
+
+
+def pack_e2m1(values: Tensor) -> Tensor:
+    """Columns ``[..., 2n]`` as e2m1, two a byte ``[..., n]``, the even one in the low bits.
+
+    Nearest, ties to the even code; saturates at 6; NaN becomes 0.
+    """
+    magnitude = values.float().abs().nan_to_num(nan=0.0)
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(_E2M1_VALUES)]
+    codes = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for code, middle in enumerate(middles):  # a tie between an odd code and the next goes up
+        codes += (magnitude >= middle) if code % 2 else (magnitude > middle)
+    codes |= (values.signbit() & ~values.isnan()).to(torch.uint8) << 3
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes ``[..., n]`` as the columns ``[..., 2n]`` that they hold."""
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).int()
+    table = torch.tensor([*_E2M1_VALUES, *(-x for x in _E2M1_VALUES)], dtype=dtype)
+    return table.to(packed.device)[codes]
+
+
+def _amax_over(groups: Tensor, divisor: float) -> Tensor:
+    amax = groups.float().abs().nan_to_num(nan=0.0).amax(-1)
+    # by a tensor: torch on a GPU multiplies with the inverse of a number, which rounds otherwise
+    return amax / torch.full_like(amax, divisor)
 
 
 def round_to(values: Tensor, dtype: torch.dtype, sanitize: bool = False) -> Tensor:
@@ -88,6 +151,9 @@ def round_to(values: Tensor, dtype: torch.dtype, sanitize: bool = False) -> Tens
         stored = values.float().clamp(-E4M3_MAX, E4M3_MAX).to(dtype)
         canonical_nan = torch.tensor(0x7F, dtype=torch.uint8, device=values.device)
         return torch.where(values.isnan(), canonical_nan, stored.view(torch.uint8)).view(dtype)
+    if dtype.itemsize == 2:
+        canonical_nan = torch.tensor(0x7FFF, dtype=torch.int16, device=values.device).view(dtype)
+        return torch.where(values.isnan(), canonical_nan, values.to(dtype))
     return torch.where(values.isnan(), torch.nan, values.to(dtype))
 
 
@@ -97,13 +163,13 @@ def _flat(field: Tensor) -> Tensor:
 
 
 def _at(field: Tensor, slots: Tensor) -> Tensor:
-    if field.dtype == torch.float8_e4m3fn:  # torch indexes no fp8 on the CPU
-        return _flat(field.view(torch.uint8))[slots].view(field.dtype)
-    return _flat(field)[slots]
+    return _bytes_if_small(_flat(field))[slots].view(field.dtype)
 
 
-def _put(field: Tensor, slots: Tensor, values: Tensor, sanitize: bool) -> None:
-    rows = round_to(values, field.dtype, sanitize)
-    if field.dtype == torch.float8_e4m3fn:
-        field, rows = field.view(torch.uint8), rows.view(torch.uint8)
-    _flat(field)[slots] = rows
+def _put(field: Tensor, slots: Tensor, rows: Tensor) -> None:
+    _bytes_if_small(_flat(field))[slots] = _bytes_if_small(rows)
+
+
+def _bytes_if_small(field: Tensor) -> Tensor:
+    """torch indexes nothing of 8 bits or fewer on the CPU but bytes."""
+    return field.view(torch.uint8) if field.dtype.itemsize == 1 else field

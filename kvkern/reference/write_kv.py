@@ -10,14 +10,22 @@ from kvkern.reference.paging import place_tokens, round_to, write_rows
 
 def write_kv(
     pages: LayerPages,
-    batch: PagedBatch,
+    batch: PagedBatch | None,
     kv: Tensor,
     freqs: Tensor | None,
     gamma: Tensor,
     q_rope: Tensor | None,
     q_rope_out: Tensor | None,
+    q_nope: Tensor | None,
+    q_nope_out: Tensor | None,
+    q_latent: Tensor | None,
+    q_gamma: Tensor | None,
+    q_latent_out: Tensor | None,
     kv_out: Tensor | None,
+    q_scale: Tensor | None,
     positions: Tensor | None,
+    slot_mapping: Tensor | None,
+    *,
     eps: float,
     interleaved: bool,
     round_hf: bool,
@@ -26,9 +34,22 @@ def write_kv(
     """The specification; ``kvkern.write_kv`` states the contract."""
     fmt = pages.format
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
-    places = place_tokens(batch, pages.page_size, kv.shape[0])
-    is_real = places.is_real
-    rope_positions = places.positions if positions is None else positions.long()
+    if slot_mapping is not None:
+        slots = slot_mapping.long()
+        is_real = slots >= 0
+    else:
+        assert batch is not None
+        rope_positions, slots, is_real = place_tokens(batch, pages.page_size, kv.shape[0])
+    is_real &= slots < pages.num_pages * pages.page_size
+    if positions is not None:
+        rope_positions = positions.long()
+    inverse_scale = 1.0 if q_scale is None else 1.0 / q_scale.to(compute)
+
+    def padded(values: Tensor) -> Tensor:
+        return torch.where(is_real.view(-1, *[1] * (values.ndim - 1)), values, 0.0)
+
+    def fill(out: Tensor, values: Tensor) -> None:
+        out.copy_(round_to(padded(values), out.dtype))
 
     latent, rope = kv.to(compute).split([fmt.kv_lora_rank, fmt.rope_dim], dim=-1)
     latent = rms_norm(latent, gamma, eps, round_hf)
@@ -37,12 +58,19 @@ def write_kv(
         rope = rotate(rope, cos, sin, interleaved)
         if q_rope is not None and q_rope_out is not None:
             rotated = rotate(q_rope.to(compute), cos[:, None], sin[:, None], interleaved)
-            q_rope_out.copy_(round_to(_zero_padding(rotated, is_real), kv.dtype))
+            fill(q_rope_out, rotated * inverse_scale)
+    if q_nope is not None and q_nope_out is not None:
+        if q_scale is None:
+            q_nope_out.copy_(padded(q_nope))
+        else:
+            fill(q_nope_out, q_nope.to(compute) * inverse_scale)
+    if q_latent is not None and q_gamma is not None and q_latent_out is not None:
+        fill(q_latent_out, rms_norm(q_latent.to(compute), q_gamma, eps, round_hf))
     row = torch.cat([latent, rope], dim=-1)
     if kv_out is not None:
-        kv_out.copy_(round_to(_zero_padding(row, is_real), kv.dtype))
+        fill(kv_out, row)
     latent, rope = row[is_real].split([fmt.kv_lora_rank, fmt.rope_dim], dim=-1)
-    write_rows(pages, places.slots[is_real], latent, rope, sanitize)
+    write_rows(pages, slots[is_real], latent, rope, sanitize)
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float, round_hf: bool) -> Tensor:
@@ -75,7 +103,3 @@ def _cos_sin(freqs: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tens
     rows = torch.full((len(positions), freqs.shape[1]), torch.nan, dtype=dtype, device=freqs.device)
     rows[inside] = freqs[positions[inside]].to(dtype)
     return rows[:, 0::2], rows[:, 1::2]
-
-
-def _zero_padding(values: Tensor, is_real: Tensor) -> Tensor:
-    return torch.where(is_real.view(-1, *[1] * (values.ndim - 1)), values, 0.0)

@@ -12,7 +12,7 @@ from kvkern.layout import CacheFormat
 from kvkern.ops.pages import gather_kv
 from kvkern.ops.write_kv import write_kv
 
-POISON = 0xFF  # NaN in e4m3, bf16, fp16 and fp32
+POISON = 0xFF  # NaN in e4m3, bf16, fp16 and fp32; in nvfp4 the scales of a row are NaN then
 
 
 def shuffled_table(seq_lens: Sequence[int], page_size: int, num_pages: int) -> list[list[int]]:
@@ -39,6 +39,13 @@ class PagedCase:
     def view(self) -> CacheView:
         return self.cache.view(0, self.batch)
 
+    def fill_unwritten(self, byte: int) -> None:
+        """Set every byte of the slots that hold no row: pages' tails, spare pages."""
+        is_free = torch.ones(self.cache.num_pages * self.cache.page_size, dtype=torch.bool)
+        is_free[self._slots()] = False
+        for field in _fields_by_slot(self.cache):
+            field.view(torch.uint8)[is_free.to(field.device)] = byte
+
     def repaged(self, page_size: int, num_spare_pages: int = 3) -> "PagedCase":
         """The same rows, bit for bit, in other pages of another size."""
         offsets = self.batch.input_row_offsets.tolist()
@@ -55,17 +62,18 @@ class PagedCase:
             latent_scale=scales[0],
             rope_scale=scales[1],
         )
-        cache.storage.fill_(POISON)
+        cache.buffer.fill_(POISON)
         table = shuffled_table(seq_lens, page_size, num_pages)
-        for request, seq_len in enumerate(seq_lens):
-            for position in range(seq_len):
-                source = self.batch.page_table[request, position // old.page_size]
-                target = table[request][position // page_size]
-                cache.storage[0, target, position % page_size] = old.storage[
-                    0, source, position % old.page_size
-                ]
+        sources, targets = self._slots(), _slots(table, seq_lens, page_size)
+        for new, stored in zip(_fields_by_slot(cache), _fields_by_slot(old), strict=True):
+            new[targets] = stored[sources]
         batch = PagedBatch(offsets, self.batch.cache_lengths.cpu(), table, device=old.device)
         return PagedCase(cache, batch, self.rows)
+
+    def _slots(self) -> list[int]:
+        """Where each of ``rows`` is, request by request."""
+        seq_lens = [len(rows) for rows in self.rows]
+        return _slots(self.batch.page_table.tolist(), seq_lens, self.cache.page_size)
 
 
 def make_paged_case(
@@ -80,8 +88,9 @@ def make_paged_case(
 ) -> PagedCase:
     """Fill a poisoned cache with random tokens on shuffled pages, through ``write_kv``.
 
-    ``fp8`` gets scales other than 1, so that a dropped scale shows. ``mean`` is added to the
-    rope key and, before the norm, to the latent.
+    Layers that have scales get others than 1, so that a dropped one shows: latents up to 9 and
+    rope keys up to 13 are not clipped. ``mean`` is added to the rope key and, before the norm, to
+    the latent.
     """
     seq_lens = [c + q for c, q in zip(cache_lengths, query_lens, strict=True)]
     num_pages = sum(-(-n // page_size) for n in seq_lens) + num_spare_pages
@@ -91,10 +100,10 @@ def make_paged_case(
         num_pages=num_pages,
         page_size=page_size,
         device=device,
-        latent_scale=0.02 if fmt.layer_scaled else 1.0,
+        latent_scale=9 / _largest_stored_latent(fmt) if fmt.layer_scaled else 1.0,
         rope_scale=0.03 if fmt.layer_scaled else 1.0,
     )
-    cache.storage.fill_(POISON)
+    cache.buffer.fill_(POISON)
     table = shuffled_table(seq_lens, page_size, num_pages)
     before = PagedBatch(_offsets(seq_lens), [0] * len(seq_lens), table, device=device)
     num_tokens, rope_dim = sum(seq_lens), fmt.rope_dim
@@ -116,6 +125,26 @@ def rope_freqs(
     inverse = base ** (-torch.arange(0, rope_dim, 2, dtype=torch.float64) / rope_dim)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * inverse
     return torch.stack([angles.cos(), angles.sin()], -1).flatten(1).float().to(device)
+
+
+def _largest_stored_latent(fmt: CacheFormat) -> float:
+    """Before the layer's scale, but with its group's."""
+    largest_scale = torch.finfo(fmt.scale_dtype).max if fmt.group_scaled else 1.0
+    return fmt.latent_max * largest_scale
+
+
+def _fields_by_slot(cache: PagedKVCache) -> list[Tensor]:
+    """All that layer 0 stores, one row a slot: rows, and the scales beside them."""
+    beside = [] if cache.token_scales is None else [cache.token_scales[..., None]]
+    return [field[0].flatten(0, 1) for field in (cache.storage, *beside)]
+
+
+def _slots(table: Sequence[Sequence[int]], seq_lens: Sequence[int], page_size: int) -> list[int]:
+    return [
+        pages[position // page_size] * page_size + position % page_size
+        for pages, seq_len in zip(table, seq_lens, strict=True)
+        for position in range(seq_len)
+    ]
 
 
 def _offsets(lens: Sequence[int]) -> list[int]:

@@ -13,6 +13,8 @@ from kvkern import (
 from kvkern.layout import FORMAT_NAMES
 
 SIZES = {"num_layers": 3, "num_pages": 5, "page_size": 4}
+LAYER_SCALED = [name for name in FORMAT_NAMES if CacheFormat(name).layer_scaled]
+UNSCALED = [name for name in FORMAT_NAMES if name not in LAYER_SCALED]
 
 
 def make_cache(device, name="fp8_ds_mla", dims=(384, 48), **options):
@@ -20,50 +22,72 @@ def make_cache(device, name="fp8_ds_mla", dims=(384, 48), **options):
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_cache_is_one_allocation_of_the_formats_rows(device, name):
-    cache = make_cache(device, name)
-    row_bytes = cache.format.row_bytes
-    assert (cache.num_layers, cache.num_pages, cache.page_size) == (3, 5, 4)
-    assert cache.storage.shape == (3, 5, 4, row_bytes) and cache.storage.is_contiguous()
-    assert cache.num_bytes == cache.storage.untyped_storage().nbytes() == 3 * 5 * 4 * row_bytes
-    assert cache.page_bytes == 3 * 4 * row_bytes
+def test_cache_is_one_allocation_of_rows_and_the_scales_beside_them(device, name):
+    cache = make_cache(device, name, page_size=3)
+    row_bytes, scale_bytes = cache.format.row_bytes, 4 if name == "fp8_token" else 0
+    assert (cache.num_layers, cache.num_pages, cache.page_size) == (3, 5, 3)
+    assert cache.storage.shape == (3, 5, 3, row_bytes) and cache.storage.is_contiguous()
+    if scale_bytes:
+        assert cache.token_scales.shape == (3, 5, 3) and cache.token_scales.is_contiguous()
+        assert cache.token_scales.dtype == torch.float32
+    else:
+        assert cache.token_scales is None
+    assert cache.num_bytes == cache.buffer.untyped_storage().nbytes()
+    assert cache.num_bytes == 3 * 5 * 3 * (row_bytes + scale_bytes)
+    assert cache.page_bytes == 3 * 3 * (row_bytes + scale_bytes)
     assert cache.device.type == device
-    first, last = cache.storage.data_ptr(), cache.storage.data_ptr() + cache.num_bytes
-    for layer in range(3):
-        pages = cache.layer(layer)
-        for field in [pages.latent, pages.rope, pages.group_scales]:
-            assert field is None or first <= field.data_ptr() < last
+    views = [cache.storage, cache.token_scales]
+    for layer in map(cache.layer, range(3)):
+        views += [layer.latent, layer.rope, layer.group_scales]
+    whole = cache.buffer.untyped_storage().data_ptr()
+    assert {v.untyped_storage().data_ptr() for v in views if v is not None} == {whole}
+
+
+def test_every_byte_is_a_rows_or_a_scales_and_none_is_both(device):
+    cache = make_cache(device, "fp8_token")
+    cache.buffer.zero_()
+    cache.storage.fill_(1)
+    cache.token_scales.view(torch.uint8).add_(2)
+    assert (cache.buffer[: cache.storage.numel()] == 1).all()
+    assert (cache.buffer[cache.storage.numel() :] == 2).all()
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("dims", [(512, 64), (384, 48), (128, 0)])
 def test_fields_are_the_bytes_that_the_format_says(device, name, dims):
-    """Writing a field through its typed view changes its own bytes of its own row, only."""
+    """Writing a field through its typed view changes its own bytes of its own slot, only."""
     cache = make_cache(device, name, dims)
     fmt, pages = cache.format, cache.layer(1)
     assert (pages.num_pages, pages.page_size, pages.device) == (5, 4, cache.device)
-    assert pages.latent.shape == (5, 4, fmt.kv_lora_rank)
+    assert pages.num_slots == 20
+    latent_width = dims[0] // 2 if name == "nvfp4" else dims[0]
+    assert pages.latent.shape == (5, 4, latent_width)
     assert pages.rope.shape == (5, 4, fmt.rope_dim)
     assert (pages.latent.dtype, pages.rope.dtype) == (fmt.latent_dtype, fmt.rope_dtype)
-    fields = [(pages.latent, 0), (pages.rope, fmt.rope_offset)]
+    slot = (1 * 5 + 3) * 4 + 2  # layer 1, page 3, row 2
+    row = slot * fmt.row_bytes
+    fields = [(pages.latent, row), (pages.rope, row + fmt.rope_offset)]
     if fmt.group_scaled:
-        assert pages.group_scales.dtype == torch.float32
+        assert pages.group_scales.dtype == fmt.scale_dtype
         assert pages.group_scales.shape == (5, 4, fmt.num_groups)
-        fields.append((pages.group_scales, fmt.scales_offset))
+        beside = cache.storage.numel() + slot * 4
+        fields.append((pages.group_scales, beside if fmt.token_scaled else row + fmt.scales_offset))
     else:
         assert pages.group_scales is None
     for field, start in fields:
-        cache.storage.fill_(0xA5)
-        expected = cache.storage.clone()
+        cache.buffer.fill_(0xA5)
+        expected = cache.buffer.clone()
         num_bytes = field.shape[-1] * field.element_size()
         values = torch.arange(num_bytes, device=device).to(torch.uint8)
-        expected[1, 3, 2, start : start + num_bytes] = values
-        field[3, 2] = values.view(field.dtype)
-        assert torch.equal(cache.storage, expected)
+        expected[start : start + num_bytes] = values
+        field[3, 2].view(torch.uint8).copy_(values)
+        assert torch.equal(cache.buffer, expected)
 
 
-def test_fp8_scales_are_one_per_layer_or_one_for_all(device):
-    cache = make_cache(device, "fp8", latent_scale=0.5, rope_scale=[1.0, 2.0, 0.1])
+@pytest.mark.parametrize("name", LAYER_SCALED)
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_layer_scales_are_one_per_layer_or_one_for_all(device, name, kind):
+    cache = make_cache(device, name, latent_scale=0.5, rope_scale=kind([1.0, 2.0, 0.1]))
     tenth = torch.tensor(0.1).item()  # fp32
     assert cache.layer_scales.tolist() == [[0.5, 1.0], [0.5, 2.0], [0.5, tenth]]
     assert cache.host_scales == cache.layer_scales.tolist()
@@ -73,7 +97,7 @@ def test_fp8_scales_are_one_per_layer_or_one_for_all(device):
         assert scales.tolist() == cache.host_scales[layer]
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", UNSCALED)
 def test_formats_without_layer_scales_refuse_them(device, name):
     assert make_cache(device, name).layer(0).layer_scales is None
     for scales in [{"latent_scale": 0.5}, {"rope_scale": [1.0, 1.0, 2.0]}]:
@@ -129,10 +153,10 @@ def test_view_names_a_batch_on_another_device(device):
 
 def test_view_is_a_layer_as_a_batch_sees_it(device):
     cache, batch = make_cache(device), PagedBatch([0, 1], [3], [[4]], device=device)
-    before = cache.storage.clone()
+    before = cache.buffer.clone()
     view = cache.view(2, batch)
     assert view.pages is cache.layer(2) and view.batch is batch and view.format is cache.format
-    assert torch.equal(cache.storage, before)
+    assert torch.equal(cache.buffer, before)
 
 
 def test_view_refuses_pages_the_cache_has_not(device):
@@ -161,15 +185,16 @@ def test_batch_is_checked_against_each_cache_that_it_meets(device):
         make_cache(device, page_size=3).view(0, batch)
 
 
-def test_usage_counts_the_bytes_of_held_pages(device):
-    cache = make_cache(device)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_usage_counts_the_bytes_of_held_pages(device, name):
+    cache = make_cache(device, name)
     allocator = PageAllocator(num_pages=5, page_size=4)
     assert cache.usage(allocator) == (0, cache.num_bytes)
     seq = allocator.new_sequence()
     allocator.append(seq, 5)  # two pages
     allocator.fork(seq)  # which two hold now
     usage = cache.usage(allocator)
-    assert usage.used_bytes == 2 * cache.page_bytes
+    assert usage.used_bytes == 2 * 4 * 3 * cache.format.bytes_per_token
     assert usage.used_bytes + usage.free_bytes == cache.num_bytes
     other = PageAllocator(num_pages=5, page_size=8)
     with pytest.raises(ArgumentError, match=r"allocator: want \(num_pages, page_size\) \(5, 4\)"):
@@ -179,15 +204,21 @@ def test_usage_counts_the_bytes_of_held_pages(device):
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_non_finite_pages_are_named_whichever_field_and_layer_it_is_in(device, name):
     cache = make_cache(device, name)
-    cache.storage.zero_()
+    cache.buffer.zero_()
     assert cache.non_finite_pages(range(5)) == []
     bad = torch.tensor(torch.nan, device=device)
-    cache.layer(2).latent[3, 1, 7] = bad.to(cache.format.latent_dtype)
+    latents = cache.layer(2)
+    if name == "nvfp4":  # codes of 4 bits have no NaN, a group's scale has
+        latents.latent.view(torch.uint8)[0] = 0xFF
+        latents.group_scales[3, 1, 0] = bad
+    else:
+        latents.latent[3, 1, 7] = bad.to(cache.format.latent_dtype)
     cache.layer(0).rope[1, 3, 2] = -bad.to(cache.format.rope_dtype).float()
     assert cache.non_finite_pages([0, 1, 2, 3]) == [1, 3]
     assert cache.non_finite_pages([4, 3]) == [3]
     if cache.format.group_scaled:
-        cache.layer(1).group_scales[4, 0, 2] = torch.inf
+        scales = cache.layer(1).group_scales
+        scales[4, 0, -1] = torch.inf if scales.dtype == torch.float32 else torch.nan
         assert cache.non_finite_pages([4]) == [4]
     assert cache.non_finite_pages([]) == []
     with pytest.raises(ArgumentError, match=r"pages: want ids in \[0, 5\), got 5"):

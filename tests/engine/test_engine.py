@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkern.cache.prefix import PrefixIndex
+from kvkern.cache.scales import CacheScales, calibrate
 from kvkern.engine import Engine, SamplingParams, TokenEvent
 from kvkern.errors import ArgumentError
 from tests.engine.toy import (
@@ -537,6 +538,33 @@ def test_scales_of_an_fp8_cache_are_the_callers(model: ToyModel) -> None:
     assert engine.cache.layer_scales.tolist() == [[0.5, 0.25], [0.5, 2.0]]
     (completion,) = engine.generate(prompts_of(6), GREEDY)
     assert len(completion.token_ids) == GREEDY.max_tokens
+
+
+def test_scales_found_while_one_engine_serves_are_those_of_the_next(model: ToyModel) -> None:
+    with calibrate(Engine(model, **AMPLE).cache) as unused:
+        pass
+    assert not unused.amax.any()
+    engine = Engine(model, **AMPLE)
+    with calibrate(engine.cache) as observer:
+        engine.generate(prompts_of(20, 6), GREEDY)
+    scales = observer.scales("fp8")
+    model.format = replace(ToyModel.format, name="fp8")
+    engine = Engine(model, **AMPLE, scales=scales)
+    assert engine.cache.layer_scales[:, 0].tolist() == scales.latent.tolist()
+    assert engine.cache.layer_scales[:, 1].tolist() == scales.rope.tolist()
+    (completion,) = engine.generate(prompts_of(6), GREEDY)
+    assert len(completion.token_ids) == GREEDY.max_tokens
+
+
+def test_scales_that_are_not_for_the_models_cache_are_refused(model: ToyModel) -> None:
+    scales = CacheScales("fp8", torch.ones(2), torch.ones(2))
+    with pytest.raises(ArgumentError, match=r"scales: want .*\('fp32', 2\), got \('fp8', 2\)"):
+        Engine(model, **AMPLE, scales=scales)
+    model.format = replace(ToyModel.format, name="fp8")
+    with pytest.raises(ArgumentError, match=r"scales: want .*\('fp8', 2\), got \('fp8', 3\)"):
+        Engine(model, **AMPLE, scales=CacheScales("fp8", torch.ones(3), torch.ones(3)))
+    with pytest.raises(ArgumentError, match="scales: want None with latent_scale or rope_scale"):
+        Engine(model, **AMPLE, scales=scales, rope_scale=[1.0, 2.0])
 
 
 @pytest.mark.parametrize("name", ["max_batch_tokens", "max_requests", "num_pages", "page_size"])

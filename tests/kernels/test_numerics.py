@@ -9,7 +9,9 @@ import triton.language as tl
 from kvkern.kernels.device import gpu_of
 from kvkern.kernels.numerics import (
     cast_to,
+    decode_e2m1,
     decode_e4m3,
+    encode_e2m1,
     encode_e4m3,
     power_of_two_scale,
     round_to,
@@ -53,6 +55,18 @@ def _decode_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _encode_e2m1_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(dst_ptr + offs, encode_e2m1(tl.load(src_ptr + offs)))
+
+
+@triton.jit
+def _decode_e2m1_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(dst_ptr + offs, decode_e2m1(tl.load(src_ptr + offs)))
+
+
+@triton.jit
 def _scale_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
     offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(dst_ptr + offs, power_of_two_scale(tl.load(src_ptr + offs), 448.0, 1e-4))
@@ -88,8 +102,11 @@ def midpoints(codes):
 
 
 def canonical(x):
-    """As bytes, with the one NaN of the type that casts by hand would give."""
-    return torch.where(x.isnan(), torch.full_like(x, torch.nan), x).view(torch.uint8)
+    """As bytes, with the one NaN of the type that a card's own cast gives."""
+    nan = torch.tensor(torch.nan)
+    if x.dtype != FP32:
+        nan = torch.tensor(0x7FFF, dtype=torch.int16).view(x.dtype)
+    return torch.where(x.isnan(), nan, x).view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
@@ -157,6 +174,37 @@ def test_encode_undoes_decode(device, native):
     decoded = run(_decode_kernel, codes, FP32, device, NATIVE=native)
     encoded = run(_encode_kernel, decoded, torch.uint8, device, NATIVE=native)
     assert torch.equal(encoded, torch.where(codes == 0xFF, 0x7F, codes))
+
+
+# sign, two bits of exponent with bias 1, one of mantissa; no infinity and no NaN
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def test_e2m1_takes_the_nearest_code_and_the_even_one_of_two(device):
+    """Against distances to all codes in fp64; NaN gives 0, as the format has none."""
+    values = torch.cat([hard_floats(), midpoints(E2M1), -midpoints(E2M1)])
+    # past 6 all that matters is that 6 is nearest
+    magnitude = values.double().abs().nan_to_num(0.0).clamp(max=7.0)
+    distance = (magnitude[:, None] - E2M1).abs()
+    nearest = distance.argmin(1)
+    is_tie = (distance == distance.min(1, keepdim=True).values).sum(1) == 2
+    assert magnitude[is_tie].unique().tolist() == [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    nearest += is_tie & (nearest % 2 == 1)  # argmin takes the lower of two
+    nearest += 8 * values.signbit()
+    expected = torch.where(values.isnan(), 0, nearest)
+    assert torch.equal(run(_encode_e2m1_kernel, values, torch.int32, device).long(), expected)
+
+
+def test_e2m1_saturates_and_keeps_the_sign_of_zero(device):
+    values = torch.tensor([math.inf, -math.inf, 6.1, -448.0, 0.0, -0.0, -1e-45, math.nan])
+    encoded = run(_encode_e2m1_kernel, values, torch.int32, device).tolist()
+    assert encoded == [7, 15, 7, 15, 0, 8, 8, 0]
+
+
+def test_e2m1_decode_is_exact_on_all_16_codes(device):
+    decoded = run(_decode_e2m1_kernel, torch.arange(16, dtype=torch.uint8), FP32, device)
+    expected = torch.cat([E2M1, -E2M1]).float()
+    assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))  # -0 too
 
 
 def power_of_two_at_least(ratio: np.float32) -> float:

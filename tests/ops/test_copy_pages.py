@@ -10,6 +10,7 @@ from kvkern import (
     PagedBatch,
     PagedKVCache,
     copy_pages,
+    gather_kv,
     write_kv,
 )
 from kvkern.layout import FORMAT_NAMES
@@ -27,67 +28,94 @@ def make_cache(device, name="bf16", dims=(128, 32), *, num_pages=6, page_size=3,
         device=device,
         **options,
     )
-    cache.storage.copy_(torch.randint(256, cache.storage.shape, dtype=torch.uint8))
+    cache.buffer.copy_(torch.randint(256, cache.buffer.shape, dtype=torch.uint8))
     return cache
+
+
+def bytes_by_page(cache):
+    """A copy of all there is, ``[layers, pages, bytes]``: rows, then the scales beside them."""
+    rows = cache.storage.flatten(2)
+    if cache.token_scales is None:
+        return rows.clone()
+    return torch.cat([rows, cache.token_scales.view(torch.uint8)], -1)
 
 
 @BACKENDS
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_exactly_the_named_pages_change_in_all_layers(device, backend, name):
-    cache = make_cache(device, name, (384, 48))  # rows with padding bytes, which are copied too
-    expected = cache.storage.clone()
+@pytest.mark.parametrize("page_size", [1, 3, 4])  # scales that do not fill 8 bytes, and that do
+def test_exactly_the_named_pages_change_in_all_layers(device, backend, name, page_size):
+    # rows with padding bytes, which are copied too
+    cache = make_cache(device, name, (384, 48), page_size=page_size)
+    expected = bytes_by_page(cache)
+    assert expected.numel() == cache.num_bytes
     expected[:, 4], expected[:, 0] = expected[:, 1].clone(), expected[:, 5].clone()
     copy_pages(cache, cache, [1, 5], [4, 0], backend=backend).wait()
-    assert torch.equal(cache.storage, expected)
+    assert torch.equal(bytes_by_page(cache), expected)
 
 
 @BACKENDS
 def test_page_longer_than_one_program_is_copied_whole(device, backend):
     """16 KiB a program: 48 rows of 656 bytes are nearly two."""
     cache = make_cache(device, "fp8_ds_mla", (512, 64), page_size=48, num_pages=2, num_layers=2)
-    source = cache.storage[:, 0].clone()
+    source = bytes_by_page(cache)[:, 0]
     copy_pages(cache, cache, [0], [1], backend=backend)
-    assert torch.equal(cache.storage[:, 0], source) and torch.equal(cache.storage[:, 1], source)
+    for page in [0, 1]:
+        assert torch.equal(bytes_by_page(cache)[:, page], source)
+
+
+@BACKENDS
+def test_scales_of_a_page_longer_than_one_program_are_copied_whole(device, backend):
+    """2048 words a program."""
+    cache = make_cache(device, "fp8_token", (16, 0), page_size=2501, num_pages=2, num_layers=2)
+    source = bytes_by_page(cache)[:, 0]
+    copy_pages(cache, cache, [0], [1], backend=backend)
+    for page in [0, 1]:
+        assert torch.equal(bytes_by_page(cache)[:, page], source)
 
 
 @BACKENDS
 def test_one_page_may_be_copied_to_many(device, backend):
     cache = make_cache(device)
+    source = bytes_by_page(cache)[:, 2]
     copy_pages(cache, cache, [2, 2, 2], [0, 1, 5], backend=backend)
-    for page in [0, 1, 5]:
-        assert torch.equal(cache.storage[:, page], cache.storage[:, 2])
+    for page in [0, 1, 2, 5]:
+        assert torch.equal(bytes_by_page(cache)[:, page], source)
 
 
 @BACKENDS
-def test_between_two_caches_page_ids_are_each_caches_own(device, backend):
-    src, dst = make_cache(device), make_cache(device, num_pages=9)
-    kept, expected = src.storage.clone(), dst.storage.clone()
-    expected[:, [8, 1]] = src.storage[:, [1, 4]]
+@pytest.mark.parametrize("name", ["bf16", "fp8_token"])
+def test_between_two_caches_page_ids_are_each_caches_own(device, backend, name):
+    src, dst = make_cache(device, name), make_cache(device, name, num_pages=9)
+    kept, expected = bytes_by_page(src), bytes_by_page(dst)
+    expected[:, [8, 1]] = kept[:, [1, 4]]
     copy_pages(src, dst, torch.tensor([1, 4]), torch.tensor([8, 1]), backend=backend)
-    assert torch.equal(dst.storage, expected) and torch.equal(src.storage, kept)
+    assert torch.equal(bytes_by_page(dst), expected) and torch.equal(bytes_by_page(src), kept)
 
 
 @BACKENDS
 def test_no_pages_copy_nothing(device, backend):
-    cache = make_cache(device)
-    before = cache.storage.clone()
+    cache = make_cache(device, "fp8_token")
+    before = cache.buffer.clone()
     copy_pages(cache, cache, [], [], backend=backend).wait()
-    assert torch.equal(cache.storage, before)
+    assert torch.equal(cache.buffer, before)
 
 
 @BACKENDS
-def test_copy_on_write_gives_equal_rows_and_leaves_the_shared_page(device, backend):
-    cache = make_cache(device, "fp8_ds_mla")
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_copy_on_write_gives_equal_rows_and_leaves_the_shared_page(device, backend, name):
+    cache = make_cache(device, name)
     batch = PagedBatch([0, 2], [0], [[3]], device=device)
     kv, gamma = torch.randn(2, 160, device=device), torch.ones(128, device=device)
     freqs = rope_freqs(3, 32, device=device)
     write_kv(cache.view(1, batch), kv, freqs, gamma)
-    shared = cache.storage[:, 3].clone()
+    shared = bytes_by_page(cache)[:, 3]
+    whole = cache.view(1, PagedBatch([0, 0, 0], [2, 2], [[3], [0]], device=device))
     copy_pages(cache, cache, [3], [0], backend=backend)
     write_kv(cache.view(1, PagedBatch([0, 1], [2], [[0]], device=device)), kv[:1], freqs, gamma)
-    assert torch.equal(cache.storage[:, 3], shared)
-    assert torch.equal(cache.storage[:, 0, :2], shared[:, :2])
-    assert not torch.equal(cache.storage[1, 0, 2], shared[1, 2])
+    assert torch.equal(bytes_by_page(cache)[:, 3], shared)
+    assert not torch.equal(bytes_by_page(cache)[:, 0], shared)
+    original, copied = gather_kv(whole, dtype=torch.float32)
+    assert original.isfinite().all() and original.any() and torch.equal(copied, original)
 
 
 # ---- what is refused
@@ -108,11 +136,11 @@ BAD_PAGES = {
 @pytest.mark.parametrize("case", BAD_PAGES)
 def test_bad_page_is_named_and_nothing_is_copied(device, case):
     sources, targets, message = BAD_PAGES[case]
-    cache = make_cache(device)
-    before = cache.storage.clone()
+    cache = make_cache(device, "fp8_token")
+    before = cache.buffer.clone()
     with pytest.raises(ArgumentError, match=message):
         copy_pages(cache, cache, sources, targets)
-    assert torch.equal(cache.storage, before)
+    assert torch.equal(cache.buffer, before)
 
 
 @pytest.mark.parametrize(
@@ -129,21 +157,21 @@ def test_bad_page_is_named_and_nothing_is_copied(device, case):
 )
 def test_caches_that_differ_are_refused(device, other, message):
     src, dst = make_cache(device, "fp8"), make_cache(device, **({"name": "fp8"} | other))
-    before = dst.storage.clone()
+    before = dst.buffer.clone()
     with pytest.raises(ArgumentError, match=message) as raised:
         copy_pages(src, dst, [0], [1])
     assert isinstance(raised.value, KvkernError)
-    assert torch.equal(dst.storage, before)
+    assert torch.equal(dst.buffer, before)
 
 
 def test_unknown_backend_is_named(device):
     cache = make_cache(device)
-    before = cache.storage.clone()
+    before = cache.buffer.clone()
     with pytest.raises(
         ArgumentError, match="backend: want one of auto, triton, reference; got 'x'"
     ):
         copy_pages(cache, cache, [0], [1], backend="x")
-    assert torch.equal(cache.storage, before)
+    assert torch.equal(cache.buffer, before)
 
 
 # ---- on the card, to the host and back
@@ -159,19 +187,21 @@ def synchronisation_is_an_error():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_pages_come_back_from_pinned_memory_byte_for_byte(name):
     gpu = make_cache("cuda", name)
     host = make_cache("cpu", name, num_pages=4, pin_memory=True)
-    assert host.storage.is_pinned()
-    original, other_pages = gpu.storage.clone(), host.storage[:, [0, 2]].clone()
+    assert host.buffer.is_pinned()
+    original, other_pages = bytes_by_page(gpu), bytes_by_page(host)[:, [0, 2]]
     out = copy_pages(gpu, host, [5, 0], [3, 1])
     out.wait()
-    assert torch.equal(host.storage[:, [3, 1]], original[:, [5, 0]].cpu())
-    assert torch.equal(host.storage[:, [0, 2]], other_pages)
-    gpu.storage[:, [5, 0]] = 0
+    assert torch.equal(bytes_by_page(host)[:, [3, 1]], original[:, [5, 0]].cpu())
+    assert torch.equal(bytes_by_page(host)[:, [0, 2]], other_pages)
+    for field in (gpu.storage, gpu.token_scales):
+        if field is not None:
+            field[:, [5, 0]] = 0
     copy_pages(host, gpu, [1, 3], [0, 5])
-    assert torch.equal(gpu.storage, original)
+    assert torch.equal(bytes_by_page(gpu), original)
 
 
 @pytest.mark.gpu
@@ -216,6 +246,7 @@ def test_another_stream_can_wait_for_the_pages():
 @pytest.mark.gpu
 def test_more_pages_than_a_grid_axis_holds():
     """65 536 pairs: only the first axis of a CUDA grid goes past 65 535."""
-    cache = make_cache("cuda", num_pages=2 * 65536, page_size=1, num_layers=1)
+    cache = make_cache("cuda", "fp8_token", num_pages=2 * 65536, page_size=1, num_layers=1)
     copy_pages(cache, cache, range(65536), range(65536, 2 * 65536))
-    assert torch.equal(cache.storage[:, 65536:], cache.storage[:, :65536])
+    sources, targets = bytes_by_page(cache).chunk(2, 1)
+    assert torch.equal(targets, sources)

@@ -55,28 +55,58 @@ def test_rounds_to_the_asked_dtype_like_the_reference(device, name, dtype):
     assert torch.equal(dense, exact.float().to(dtype))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_ds_mla"])
-def test_every_code_means_the_same_on_every_backend(device, name):
-    """All 256 e4m3 codes, NaN among them, read through both."""
-    fmt = CacheFormat(name, 256, 32)
-    scales = {"latent_scale": 0.3, "rope_scale": 7.0} if name == "fp8" else {}
-    cache = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=1, device=device, **scales)
+def rows_to_fill(device, name, latent_dim, num_rows):
+    """One page, its latents to be filled by hand, its rope keys a ramp; its fields and a view."""
+    fmt = CacheFormat(name, latent_dim, 32)
+    scales = {"latent_scale": 0.3, "rope_scale": 7.0} if fmt.layer_scaled else {}
+    cache = PagedKVCache(
+        fmt, num_layers=1, num_pages=1, page_size=num_rows, device=device, **scales
+    )
     pages = cache.layer(0)
+    ramp = torch.linspace(-3, 3, 32, device=device).to(fmt.rope_dtype)
+    pages.rope.copy_(ramp.expand_as(pages.rope))
+    return pages, cache.view(0, PagedBatch([0, num_rows], [0], [[0]], device=device))
+
+
+def read_by_both(view):
+    """The rows; checked to be the same by both backends, NaN included."""
+    got, expected = (gather_kv(view, dtype=FP32, backend=b)[0] for b in ["triton", "reference"])
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(0), expected.nan_to_num(0))
+    return got
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_token", "fp8_ds_mla"])
+def test_every_e4m3_code_means_the_same_on_every_backend(device, name):
+    """All 256, NaN among them."""
+    pages, view = rows_to_fill(device, name, 256, 1)
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     pages.latent.view(torch.uint8)[0, 0] = codes
-    pages.rope[0, 0] = torch.linspace(-3, 3, 32, device=device).to(fmt.rope_dtype)
+    groups = {"fp8": [0.3] * 2, "fp8_token": [0.7] * 2, "fp8_ds_mla": [0.25, 2.0**-13]}[name]
     if pages.group_scales is not None:
-        pages.group_scales[0, 0] = torch.tensor([0.25, 2.0**-13], device=device)
-    view = cache.view(0, PagedBatch([0, 1], [0], [[0]], device=device))
-    read = {b: gather_kv(view, dtype=FP32, backend=b)[0, 0] for b in ["triton", "reference"]}
-    is_nan = read["reference"].isnan()
-    assert is_nan.nonzero().flatten().tolist() == [0x7F, 0xFF]
-    assert torch.equal(read["triton"].isnan(), is_nan)
-    assert torch.equal(read["triton"].nan_to_num(0), read["reference"].nan_to_num(0))
-    latent = codes.view(torch.float8_e4m3fn).double()
-    scale = {"fp8": torch.tensor(0.3, device=device).double()}.get(name, 0.25)
-    first = slice(0, 127)
-    assert torch.equal(read["triton"][first], (latent * scale).float()[first])
+        num_groups = pages.group_scales.shape[-1]
+        pages.group_scales[0, 0] = torch.tensor(groups[:num_groups], device=device)
+    read = read_by_both(view)[0]
+    assert read.isnan().nonzero().flatten().tolist() == [0x7F, 0xFF]
+    scales = torch.tensor(groups, device=device).repeat_interleave(128)
+    expected = (codes.view(torch.float8_e4m3fn).double() * scales.double()).float()
+    assert torch.equal(read[:256].nan_to_num(0), expected.nan_to_num(0))
+
+
+def test_every_e2m1_code_under_every_scale_means_the_same_on_every_backend(device):
+    """All 16 with each of the 256 e4m3 group scales, NaN among them: a group of NaN."""
+    pages, view = rows_to_fill(device, "nvfp4", 512, 8)
+    codes = torch.arange(16, dtype=torch.uint8, device=device)
+    pages.latent.view(torch.uint8)[0] = (codes[0::2] | codes[1::2] << 4).repeat(32)
+    scale_codes = torch.arange(256, dtype=torch.uint8, device=device)
+    pages.group_scales.view(torch.uint8)[0] = scale_codes.view(8, 32)
+    read = read_by_both(view)[:, :512].reshape(256, 16)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=FP64, device=device)
+    values = torch.cat([values, -values]) * torch.tensor(0.3, device=device).double()
+    expected = scale_codes.view(torch.float8_e4m3fn).double()[:, None] * values
+    assert read.isnan().any(1).nonzero().flatten().tolist() == [0x7F, 0xFF]
+    assert torch.equal(read.isnan(), expected.isnan())
+    assert torch.equal(read.nan_to_num(0), expected.float().nan_to_num(0))
 
 
 @BACKENDS
@@ -104,7 +134,7 @@ def test_range_is_a_slice_of_the_whole(device, backend, start, length, include_n
 
 
 @BACKENDS
-@pytest.mark.parametrize("name", ["fp16", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_rows_do_not_depend_on_pages_or_page_size(device, backend, name):
     case = make_case(device, name)
     dense = gather_kv(case.view, dtype=FP32, backend=backend)
@@ -114,23 +144,24 @@ def test_rows_do_not_depend_on_pages_or_page_size(device, backend, name):
 
 
 @BACKENDS
-def test_nan_outside_the_requests_rows_changes_nothing(device, backend):
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_nan_outside_the_requests_rows_changes_nothing(device, backend, name):
     """Free pages and page tails are poisoned in the first case and zero in the second."""
-    case = make_case(device)
+    case = make_case(device, name)
     dense = gather_kv(case.view, backend=backend)
-    clean = case.cache.storage.clone()
-    is_poison = (clean == POISON).all(-1, keepdim=True)
-    assert is_poison.any() and not is_poison.all()
-    case.cache.storage.masked_fill_(is_poison, 0)
+    poisoned = case.cache.buffer.clone()
+    case.fill_unwritten(0)
+    assert not torch.equal(case.cache.buffer, poisoned)
     assert dense.isfinite().all() and torch.equal(gather_kv(case.view, backend=backend), dense)
 
 
 @BACKENDS
-def test_nan_row_stays_in_its_own_request_and_position(device, backend):
-    case = make_case(device)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_nan_row_stays_in_its_own_request_and_position(device, backend, name):
+    case = make_case(device, name)
     dense = gather_kv(case.view, backend=backend)
     page = case.batch.page_table[2, 1]
-    case.cache.storage[0, page, 1] = POISON
+    case.cache.storage[0, page, 1] = POISON  # where codes have no NaN, the scales of groups have
     harmed = gather_kv(case.view, backend=backend)
     assert harmed[2, 5].isnan().all()
     harmed[2, 5] = dense[2, 5]
@@ -160,7 +191,7 @@ def test_out_is_filled_and_returned(device, backend):
 
 @pytest.mark.parametrize(
     "name, dtype",
-    [("bf16", BF16), ("fp16", FP16), ("fp32", FP32), ("fp8", BF16), ("fp8_ds_mla", BF16)],
+    [(name, {"fp16": FP16, "fp32": FP32}.get(name, BF16)) for name in FORMAT_NAMES],
 )
 def test_default_dtype_is_the_caches_own_or_bf16(device, name, dtype):
     assert gather_kv(make_case(device, name).view).dtype == dtype
@@ -175,11 +206,13 @@ def test_batch_without_requests_gives_no_rows(device, backend):
 
 
 @BACKENDS
-def test_each_layer_has_rows_and_scales_of_its_own(device, backend):
-    fmt = CacheFormat("fp8", *DIMS)
+@pytest.mark.parametrize("name", ["fp8", "fp8_token", "nvfp4"])
+def test_each_layer_has_rows_and_scales_of_its_own(device, backend, name):
+    fmt = CacheFormat(name, *DIMS)
+    scales = {"latent_scale": [0.5, 1.0, 2.0], "rope_scale": [4.0, 0.25, 1.0]}
     cache = PagedKVCache(
         fmt, num_layers=3, num_pages=2, page_size=4, device=device,
-        latent_scale=[0.5, 1.0, 2.0], rope_scale=[4.0, 0.25, 1.0],
+        **(scales if fmt.layer_scaled else {}),
     )  # fmt: skip
     batch = PagedBatch([0, 3], [1], [[1]], device=device)
     freqs, gamma = rope_freqs(4, 32, device=device), torch.ones(128, device=device)
@@ -187,10 +220,14 @@ def test_each_layer_has_rows_and_scales_of_its_own(device, backend):
     kv_out = torch.empty_like(kv)
     for layer in range(3):
         write_kv(cache.view(layer, batch), kv[layer], freqs, gamma, kv_out=kv_out[layer])
+    # half a step of e4m3's 3-bit mantissa, and of its subnormals at the largest scale
+    rounding = {"rtol": 1 / 15, "atol": 4.0 * 2**-10}
+    # half of e2m1's widest step, from 4 to 6, where 6 stands for the group's largest
+    of_latent = {"rtol": 0, "atol": kv_out.abs().max().item() / 5} if name == "nvfp4" else rounding
     for layer in range(3):
         dense = gather_kv(cache.view(layer, batch), start=1, dtype=FP32, backend=backend)[0]
-        # half a step of e4m3's 3-bit mantissa, and of its subnormals at the largest scale
-        torch.testing.assert_close(dense, kv_out[layer], rtol=1 / 15, atol=4.0 * 2**-10)
+        torch.testing.assert_close(dense[:, :128], kv_out[layer, :, :128], **of_latent)
+        torch.testing.assert_close(dense[:, 128:], kv_out[layer, :, 128:], **rounding)
 
 
 # ---- what is refused
@@ -241,14 +278,14 @@ BAD_ARGUMENTS = {
 def test_bad_argument_is_named_and_changes_nothing(device, case):
     spoilt, error, message = BAD_ARGUMENTS[case]
     paged = make_case(device)
-    stored = paged.cache.storage.clone()
+    stored = paged.cache.buffer.clone()
     out = spoilt.get("out")
     if out is not None and out.device.type == "cpu":
         spoilt = spoilt | {"out": out.to(device)}
     with pytest.raises(error, match=message) as raised:
         gather_kv(paged.view, **spoilt)
     assert isinstance(raised.value, KvkernError)
-    assert torch.equal(paged.cache.storage, stored)
+    assert torch.equal(paged.cache.buffer, stored)
     if out is not None and out.device.type == "cpu":
         assert (spoilt["out"] == 1).all()
 

@@ -5,8 +5,9 @@ import torch
 
 import kvkern
 from kvkern import CacheFormat, PagedBatch, mla_prefill
+from kvkern.layout import FORMAT_NAMES
 from kvkern.testing.budget import assert_within_budget
-from kvkern.testing.inputs import make_paged_case
+from kvkern.testing.inputs import POISON, make_paged_case
 
 BACKENDS = ["triton", "reference"]
 SCALE = 0.07
@@ -18,7 +19,9 @@ CASES = [
     ("fp16", torch.float16, 128, 64, 128, 128, 2),
     ("fp32", torch.float32, 128, 32, 96, 80, 2),
     ("fp8", torch.bfloat16, 128, 0, 256, 64, 2),
+    ("fp8_token", torch.bfloat16, 384, 48, 64, 64, 2),
     ("fp8_ds_mla", torch.bfloat16, 128, 64, 192, 256, 1),
+    ("nvfp4", torch.float16, 128, 32, 64, 128, 2),
 ]
 # context and new tokens across blocks of 32, an empty request, no context, one new token
 LENGTHS = ([45, 7, 0, 20], [40, 0, 9, 1])
@@ -95,9 +98,12 @@ def test_every_chunk_of_a_long_context_counts(device):
         torch.testing.assert_close(chunked, whole)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
-def test_bits_do_not_depend_on_page_size_or_page_order(page_size, device):
-    fmt = CacheFormat("fp8", 128, 32)
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [*(("fp8", size) for size in (1, 3, 16, 64, 128)), ("fp8_token", 3), ("nvfp4", 3)],
+)
+def test_bits_do_not_depend_on_page_size_or_page_order(name, page_size, device):
+    fmt = CacheFormat(name, 128, 32)
     case, arguments = make(fmt, torch.bfloat16, 64, 64, 2, device, page_size=32)
     expected = run(arguments, case.view, backend="triton")
     result = run(arguments, case.repaged(page_size).view, backend="triton")
@@ -105,8 +111,9 @@ def test_bits_do_not_depend_on_page_size_or_page_order(page_size, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_neither_poisoned_pages_nor_new_tokens_in_the_cache_are_read(backend, device):
-    fmt = CacheFormat("bf16", 128, 32)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_neither_poisoned_pages_nor_new_tokens_in_the_cache_are_read(name, backend, device):
+    fmt = CacheFormat(name, 128, 32)
     case, arguments = make(fmt, torch.bfloat16, 64, 64, 2, device)
     expected = run(arguments, case.view, backend=backend)
     assert expected.out.isfinite().all()
@@ -114,7 +121,7 @@ def test_neither_poisoned_pages_nor_new_tokens_in_the_cache_are_read(backend, de
     for request, length in enumerate(lengths):
         for position in range(length, length + offsets[request + 1] - offsets[request]):
             page = table[request][position // case.cache.page_size]
-            case.cache.storage[0, page, position % case.cache.page_size] = 0xFF
+            case.cache.storage[0, page, position % case.cache.page_size] = POISON
     result = run(arguments, case.view, backend=backend)
     assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
 
@@ -290,9 +297,12 @@ def test_captured_graph_replays_right_after_lengths_and_pages_change(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("nope", "v"), [(128, 128), (192, 256), (64, 64)])
-def test_full_dims_match_fp64(nope, v, device):
-    fmt = CacheFormat("fp8_ds_mla", 512, 64)
+@pytest.mark.parametrize(
+    ("name", "nope", "v"),
+    [("fp8_ds_mla", 128, 128), ("fp8_token", 192, 256), ("nvfp4", 64, 64)],
+)
+def test_full_dims_match_fp64(name, nope, v, device):
+    fmt = CacheFormat(name, 512, 64)
     lengths = ([1000, 0, 3], [130, 513, 1])
     case, arguments = make(fmt, torch.bfloat16, nope, v, 4, device, lengths)
     exact, rounded = exact_and_rounded(arguments, case.view)

@@ -1,0 +1,339 @@
+"""write_kv on random calls and on batches of every size: all bytes, also around the outputs."""
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvkern import CacheFormat, PagedBatch, PagedKVCache, write_kv
+from kvkern.layout import FORMAT_NAMES
+from kvkern.testing.inputs import rope_freqs, shuffled_table
+from tests.ops.steps import (
+    BF16,
+    CANARY,
+    E4M3,
+    FP16,
+    FP32,
+    bits,
+    make_step,
+    offsets_of,
+    same,
+    written,
+)
+
+ON_A_CARD = torch.cuda.is_available()
+FLOATS = [BF16, FP16, FP32]
+
+
+@dataclass
+class Arguments:
+    """Tensors as views of wider ones, which hold CANARY in all other places."""
+
+    rng: random.Random
+    bases: list[Tensor] = field(default_factory=list)
+    views: dict[str, tuple] = field(default_factory=dict)  # name -> base, shape, strides, start
+
+    def place(self, columns: dict[str, int], rows: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Lay ``[*rows, width]`` tensors side by side in one wider tensor, tokens or heads first."""
+        gaps = [self.rng.choice([0, 1, 8]) for _ in columns]
+        pitch = sum(columns.values()) + sum(gaps)
+        strides = [pitch, 1] if len(rows) == 1 else [rows[1] * pitch, pitch, 1]
+        if len(rows) == 2 and self.rng.random() < 0.4:
+            strides = [pitch, rows[0] * pitch, 1]
+        start = self.rng.choice([0, 0, 1, 8])
+        base = torch.empty(start + math.prod(rows) * pitch + 8, dtype=dtype)
+        base.view(torch.uint8).fill_(CANARY)
+        for (name, width), gap in zip(columns.items(), gaps, strict=True):
+            start += gap
+            self.views[name] = (len(self.bases), (*rows, width), strides, start)
+            start += width
+        self.bases.append(base)
+
+    def place_values(self, name: str, values: Tensor) -> None:
+        """Lay a contiguous tensor at any alignment."""
+        start = self.rng.choice([0, 0, 1, 8])
+        base = torch.empty(start + values.numel(), dtype=values.dtype)
+        self.views[name] = (len(self.bases), values.shape, values.stride(), start)
+        self.bases.append(base)
+        self.fill(name, values)
+
+    def fill(self, name: str, values: Tensor) -> None:
+        _view(self.bases, self.views[name]).copy_(values)
+
+    def on(self, device: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Copies of the wide tensors, and the arguments in them."""
+        bases = [base.to(device, copy=True) for base in self.bases]
+        return bases, {name: _view(bases, view) for name, view in self.views.items()}
+
+
+def _view(bases, view):
+    index, shape, strides, start = view
+    return bases[index].as_strided(shape, strides, start)
+
+
+def random_values(rng, shape, dtype, is_wide):
+    """Normal numbers, some rows with a few that are extreme; ``is_wide``: as far as dtype goes."""
+    info = torch.finfo(dtype)
+    extremes = [math.nan, math.inf, -math.inf, 1e4, 448.0, -0.0]
+    if is_wide:
+        extremes += [info.max, -info.max, info.tiny]
+    if is_wide and (ON_A_CARD or dtype != BF16):  # see draw_call
+        extremes += [info.tiny / 8, -info.tiny / 4]
+    values = (torch.randn(shape) * rng.choice([1.0, 1e-3, 30.0])).to(dtype)
+    if values.numel():
+        for row in values.view(-1, shape[-1]):
+            while rng.random() < 0.4:
+                row[rng.randrange(len(row))] = rng.choice(extremes)
+    return values
+
+
+def random_batch(rng, page_size):
+    """Requests of 0 to 3 new tokens on shuffled pages, some of them -1; its number of pages."""
+    query_lens = [rng.choice([0, 1, 2, 3]) for _ in range(rng.choice([0, 2, 2, 3, 3, 4, 4]))]
+    if rng.random() < 0.2:
+        query_lens = [1] * 5
+    cached = [rng.choice([0, 1, page_size - 1, page_size, 5]) for _ in query_lens]
+    seq_lens = [c + q for c, q in zip(cached, query_lens, strict=True)]
+    num_pages = sum(-(-n // page_size) for n in seq_lens) + 2
+    table = shuffled_table(seq_lens, page_size, num_pages)
+    for row in table:
+        if rng.random() < 0.3:
+            row[rng.randrange(len(row))] = -1
+    return (offsets_of(query_lens), cached, table), num_pages
+
+
+def random_slots(rng, num_tokens, num_slots):
+    slots = rng.sample(range(num_slots), min(num_tokens, num_slots))
+    slots += [-1] * (num_tokens - len(slots))
+    for token in range(num_tokens):
+        if rng.random() < 0.3:
+            slots[token] = rng.choice([-1, -7, num_slots, num_slots + 40, 2**31 - 1])
+    return torch.tensor(slots, dtype=rng.choice([torch.int32, torch.int64]))
+
+
+@dataclass
+class RandomCall:
+    """One call drawn from all that the contract allows."""
+
+    choices: dict  # what was drawn, for the message of a failure
+    options: dict
+    batch: tuple | None  # None: by slot mapping
+    arguments: Arguments
+    in_place: dict[str, str]  # output -> input
+
+    def write(self, device, backend):
+        """Every byte that the call could reach, on the CPU, by name."""
+        choices = self.choices
+        cache = PagedKVCache(
+            choices["format"], num_layers=2, num_pages=choices["num_pages"],
+            page_size=choices["page_size"], device=device,
+            latent_scale=choices["scales"][0], rope_scale=choices["scales"][1],
+        )  # fmt: skip
+        cache.buffer.fill_(CANARY)
+        bases, arguments = self.arguments.on(device)
+        for output, source in self.in_place.items():
+            arguments[output] = arguments[source]
+        target = cache.layer(1)
+        if self.batch is not None:
+            target = cache.view(1, PagedBatch(*self.batch, device=device))
+        arguments.setdefault("freqs", None)
+        write_kv(target, **arguments, **self.options, backend=backend)
+        reached = {"cache": cache.buffer}
+        for index, base in enumerate(bases):
+            names = [name for name, view in self.arguments.views.items() if view[0] == index]
+            reached["+".join(names)] = base
+        return {name: bits(base.cpu()) for name, base in reached.items()}
+
+
+def draw_call(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    name = FORMAT_NAMES[seed % len(FORMAT_NAMES)]  # no format is left to luck
+    fmt = CacheFormat(name, rng.choice([128, 256, 512]), rng.choice([0, 32, 64]))
+    dtype, gamma_dtype, q_gamma_dtype = (rng.choice(FLOATS) for _ in range(3))
+    options = {
+        "eps": rng.choice([0.0, 1e-6, 1.0]),
+        "rope_style": rng.choice(["interleaved", "half"]),
+        "rounding": rng.choice(["once", "hf"]),
+        "sanitize": rng.random() < 0.4,
+    }
+    # The interpreter cannot read bf16 subnormals, which this rounding makes of huge ratios.
+    rounds_to_bf16 = options["rounding"] == "hf" and BF16 in (gamma_dtype, q_gamma_dtype)
+    is_wide = ON_A_CARD or not rounds_to_bf16
+    page_size = rng.choice([1, 3, 16, 64])
+    batch, num_pages = random_batch(rng, page_size)
+    num_tokens = batch[0][-1] + rng.choice([0, 0, 1, 3])
+    num_positions = max([0, *(c + 3 for c in batch[1])])
+    arguments, in_place = Arguments(rng), {}
+
+    by_slots = rng.random() < 0.3
+    if by_slots:
+        slots = random_slots(rng, num_tokens, num_pages * page_size)
+        arguments.place_values("slot_mapping", slots)
+        batch = None
+    has_positions = rng.random() < 0.3 or (by_slots and fmt.rope_dim > 0)
+    if has_positions:
+        positions = torch.randint(-1, num_positions + 2, (num_tokens,))
+        dtype_of_positions = rng.choice([torch.int32, torch.int64])
+        arguments.place_values("positions", positions.to(dtype_of_positions))
+
+    def place(name, rows, width):
+        arguments.place({name: width}, rows, dtype)
+        arguments.fill(name, random_values(rng, (*rows, width), dtype, is_wide))
+
+    place("kv", (num_tokens,), fmt.row_dim)
+    arguments.place_values("gamma", random_values(rng, (fmt.kv_lora_rank,), gamma_dtype, is_wide))
+    if fmt.rope_dim:
+        freqs = rope_freqs(num_positions, fmt.rope_dim)
+        arguments.place_values("freqs", freqs.to(rng.choice([*FLOATS, torch.float64])))
+    kv_out = rng.choice(["none", "apart", "in place"])
+    if kv_out == "apart":
+        arguments.place({"kv_out": fmt.row_dim}, (num_tokens,), dtype)
+    elif kv_out == "in place":
+        in_place["kv_out"] = "kv"
+
+    num_heads = rng.randrange(6)
+    widths = {"q_rope": fmt.rope_dim, "q_nope": rng.choice([5, 24, 64, 128])}
+    query = rng.choice([["q_rope", "q_nope"], ["q_nope", "q_rope"], ["q_rope"], ["q_nope"], []])
+    is_fp8 = bool(query) and rng.random() < 0.4
+    for q in query:
+        place(q, (num_tokens, num_heads), widths[q])
+    if is_fp8:
+        q_scale = rng.choice([1.0, 0.02, 3.7, 2.0**-10])
+        arguments.place_values("q_scale", torch.tensor([q_scale]))
+    if not is_fp8 and rng.random() < 0.3:
+        in_place.update({f"{q}_out": q for q in query})
+    elif query:  # one packed tensor
+        packed = {f"{q}_out": widths[q] for q in query}
+        arguments.place(packed, (num_tokens, num_heads), E4M3 if is_fp8 else dtype)
+    q_latent_dim = rng.choice([0, 0, 40, 128, 200])
+    if q_latent_dim:
+        place("q_latent", (num_tokens,), q_latent_dim)
+        q_gamma = random_values(rng, (q_latent_dim,), q_gamma_dtype, is_wide)
+        arguments.place_values("q_gamma", q_gamma)
+        if rng.random() < 0.5:
+            in_place["q_latent_out"] = "q_latent"
+        else:
+            arguments.place({"q_latent_out": q_latent_dim}, (num_tokens,), dtype)
+
+    choices = {
+        "seed": seed, "format": fmt, "dtype": dtype, "num_tokens": num_tokens, "batch": batch,
+        "page_size": page_size, "num_pages": num_pages, "num_heads": num_heads,
+        "scales": rng.choice([(1.0, 1.0), (0.013, 0.7)]) if fmt.layer_scaled else (1.0, 1.0),
+        "views": arguments.views, "in_place": in_place, "options": options,
+    }  # fmt: skip
+    return RandomCall(choices, options, batch, arguments, in_place)
+
+
+SEEDS = 6 * len(FORMAT_NAMES)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_bytes_equal_the_reference_on_random_calls(device, seed):
+    """Whole tensors, so that one byte beside an output, or of an input, would show."""
+    call = draw_call(seed)
+    expected, got = call.write("cpu", "reference"), call.write(device, "triton")
+    for name in expected:
+        differs = (expected[name] != got[name]).nonzero().flatten().tolist()
+        assert not differs, (
+            f"{name} differs in {len(differs)} bytes, first {differs[:4]}: {call.choices}"
+        )
+
+
+# ---- batches of every size: more requests than are looked at together, and more than their square
+
+
+def busy_requests(num_requests):
+    """Requests that have tokens: each end of the batch and of every block, and some between."""
+    ends = {size * n + k for size in (32, 1024, 32768) for n in (0, 1, 2) for k in (-1, 0, 1)}
+    ends |= {num_requests - 1, *torch.randint(num_requests, (8,)).tolist()}
+    return sorted(ends & set(range(num_requests)))
+
+
+def step_of(query_lens, num_padding=2):
+    """A step of these requests at random lengths; those without tokens have no page."""
+    num_tokens = sum(query_lens) + num_padding
+    step = make_step("fp8_token", (128, 32), num_tokens=num_tokens, num_heads=1)
+    cached = torch.randint(6, (len(query_lens),)).tolist()
+    seq_lens = [c + q if q else 0 for c, q in zip(cached, query_lens, strict=True)]
+    step.num_pages = sum(-(-n // step.page_size) for n in seq_lens) + 1
+    table = shuffled_table(seq_lens, step.page_size, step.num_pages)
+    table = [[*row, -1][:2] for row in table]
+    step.batch = (offsets_of(query_lens), cached, table)
+    return step
+
+
+def slots_of(step):
+    """Where the step's tokens belong, by going through its requests."""
+    offsets, cached, table = step.batch
+    return [
+        table[request][position // step.page_size] * step.page_size + position % step.page_size
+        for request, (start, end) in enumerate(itertools.pairwise(offsets))
+        for position in range(cached[request], cached[request] + end - start)
+    ]
+
+
+def assert_every_token_is_in_its_place(step, device):
+    expected, got = step.write("cpu", "reference"), step.write(device, "triton")
+    same(got, expected)
+    is_written = (got.storage[1] != CANARY).any(-1).flatten()
+    assert is_written.nonzero().flatten().tolist() == sorted(slots_of(step))
+
+
+NUM_REQUESTS = [1, 31, 32, 33, 200, 1024, 1100, 33_000]
+
+
+@pytest.mark.parametrize("num_requests", NUM_REQUESTS)
+def test_tokens_find_their_requests_among_any_number(device, num_requests):
+    query_lens = [0] * num_requests
+    for request in busy_requests(num_requests):
+        query_lens[request] = int(torch.randint(1, 3, ()))
+    query_lens[0] = 2  # else no request might have more than one
+    assert_every_token_is_in_its_place(step_of(query_lens), device)
+
+
+@pytest.mark.parametrize("num_requests", [1, 33, pytest.param(1100, marks=pytest.mark.gpu)])
+def test_tokens_find_their_requests_when_each_has_one(device, num_requests):
+    assert_every_token_is_in_its_place(step_of([1] * num_requests), device)
+
+
+@pytest.mark.parametrize("num_requests", NUM_REQUESTS)
+def test_tokens_find_their_requests_when_some_have_one_and_others_none(device, num_requests):
+    query_lens = [0] * num_requests
+    for request in busy_requests(num_requests):
+        query_lens[request] = 1
+    assert_every_token_is_in_its_place(step_of(query_lens), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_requests", [200, 1100, 33_000])
+def test_tokens_find_their_requests_when_most_have_some(device, num_requests):
+    query_lens = torch.randint(3, (num_requests,)).tolist()
+    assert_every_token_is_in_its_place(step_of(query_lens), device)
+
+
+@pytest.mark.parametrize("max_query_len", [1, 3])
+@pytest.mark.parametrize("num_requests", [0, 1, 20, 40])
+def test_static_batch_is_written_as_the_same_batch_and_its_padding_is_not(
+    device, num_requests, max_query_len
+):
+    """Room for 40 requests and 44 tokens: what is not used has to look like padding."""
+    query_lens = torch.randint(1, max_query_len + 1, (num_requests,)).tolist()
+    while sum(query_lens) > 40:
+        query_lens[query_lens.index(max(query_lens))] -= 1
+    num_tokens = sum(query_lens)
+    step = step_of(query_lens, num_padding=44 - num_tokens)
+    batch = PagedBatch.static(
+        max_requests=40, max_tokens=44, max_pages=2, max_query_len=max_query_len, max_seq_len=8,
+        device=device,
+    )  # fmt: skip
+    cache, arguments = step.new_cache(device), step.arguments(device)
+    view = cache.view(1, batch)
+    batch.refill(*step.batch)
+    write_kv(view, **arguments, backend="triton")
+    same(written(cache, arguments), step.write("cpu", "reference"))
+    assert (arguments["kv_out"][num_tokens:] == 0).all()
