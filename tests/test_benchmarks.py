@@ -16,6 +16,8 @@ TINY_CASES = (
     Case("write_kv", TINY, 3, 1, 5),
     Case("write_kv", TINY, 2, 4, 70, "fp8"),
     Case("write_kv", TINY, 2, 1, 65, "fp8_ds_mla"),
+    Case("write_kv", TINY, 2, 1, 65, "nvfp4"),
+    Case("write_kv", TINY, 2, 2, 65, "fp8", packed_query=True),
     Case("mla_decode", TINY, 3, 2, 70, "fp8"),
     Case("mla_prefill", TINY, 2, 5, 5),
     Case("mla_prefill", TINY, 2, 5, 70),
@@ -37,6 +39,9 @@ def test_write_bytes_are_counted_by_hand():
     case = Case("write_kv", Model("v3", 128), 128, 1, 1025, "fp8")
     assert case.num_bytes == 128 * per_token + 512 * 2 + 64 * 4
     assert case.num_flops == 0
+    # all 576 columns of q, in bf16 and out in e4m3
+    packed = Case("write_kv", Model("v3", 128), 128, 1, 1025, "fp8", packed_query=True)
+    assert packed.num_bytes - case.num_bytes == 128 * 128 * (576 * 3 - 64 * 4)
 
 
 def test_decode_work_is_counted_by_hand():

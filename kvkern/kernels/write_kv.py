@@ -5,8 +5,9 @@ one IEEE operation, nothing is fused, and the sum of squares is taken in fp64, w
 cannot change what is stored.
 
 A token's work is cut into parts, a program each: its row of the cache, and blocks of its query.
-What waits for nothing is loaded first, so that finding the token's place (two round trips to
-memory: lengths, then page id and cos, sin together) goes on behind it.
+Each part has a path of its own, and loads first what waits for nothing, so that finding the
+token's place (two round trips to memory: lengths, then page id and cos, sin together) goes on
+behind it.
 """
 
 import itertools
@@ -521,12 +522,8 @@ def _write_kv_kernel(
     SANITIZE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     PACKED: tl.constexpr,
-    ROW_HAS_HEADS: tl.constexpr,  # whether a row goes with the first block of heads
 ):
-    """Parts of a token: its row, blocks of rope heads, of nope heads, its query's latent.
-
-    Each part has a path of its own: its loads, then the token's place, then its stores.
-    """
+    """Parts of a token: its row, blocks of rope heads, of nope heads, its query's latent."""
     token = tl.program_id(0) // num_parts
     part = tl.program_id(0) % num_parts
     row = token.to(tl.int64)
@@ -552,11 +549,6 @@ def _write_kv_kernel(
         key = _load_pairs(
             kv_row_ptr + LATENT_DIM, one_row, one_row == 0, ROPE_DIM, BLOCK_R, 1, INTERLEAVED
         )
-        if ROW_HAS_HEADS:
-            heads = _load_heads(
-                query, row, 0, ROPE_DIM, NOPE_DIM, BLOCK_R, BLOCK_N, ROPE_HEADS, NOPE_HEADS,
-                INTERLEAVED,
-            )  # fmt: skip
         slot, is_real, cos, sin = _locate(place, found, table, PAGE_SIZE, ROPE_DIM, BLOCK_R)
         y = _normalise(x, gamma, eps, LATENT_DIM, ROUND_HF)
         rotated = _rotate(key, cos, sin)
@@ -580,11 +572,6 @@ def _write_kv_kernel(
             rotated, rope_ptr + slot * stride_rope, layer_scales_ptr, is_real,
             ROPE_DIM, BLOCK_R, ROPE_LIMIT, INTERLEAVED, SANITIZE, NATIVE_FP8,
         )  # fmt: skip
-        if ROW_HAS_HEADS:
-            _store_heads(
-                query_out, heads, row, 0, is_real, cos, sin, ROPE_DIM, NOPE_DIM, BLOCK_R, BLOCK_N,
-                ROPE_HEADS, NOPE_HEADS, INTERLEAVED, NATIVE_FP8,
-            )  # fmt: skip
     elif (Q_LATENT_DIM > 0) & (part == num_parts - 1):
         _normalise_query_latent(
             q_latent_ptr, q_gamma_ptr, q_latent_out_ptr, row * stride_q_latent,
@@ -592,7 +579,7 @@ def _write_kv_kernel(
             ROUND_HF, NATIVE_FP8,
         )  # fmt: skip
     else:
-        block = part - (0 if ROW_HAS_HEADS else 1)
+        block = part - 1
         heads = _load_heads(
             query, row, block, ROPE_DIM, NOPE_DIM, BLOCK_R, BLOCK_N, ROPE_HEADS, NOPE_HEADS,
             INTERLEAVED,
@@ -609,33 +596,27 @@ class Tiles(NamedTuple):
 
     rope_heads: int
     nope_heads: int
-    row_alone: bool  # whether a token's row has a program of its own
     num_warps: int
 
 
 def choose_tiles(
     num_tokens: int, num_heads: int, rope_dim: int, nope_dim: int, q_latent_dim: int, gpu: Gpu
 ) -> Tiles:
-    """Many short programs, as what bounds the kernel is how many loads are under way.
+    """Short programs: what bounds the kernel is how many loads are under way.
 
-    Few tokens: latency counts, so a row has a program of its own, and two warps share 1024 rope
-    values. Many: a row goes with the first block of heads, and a warp takes up to 1024 values,
-    which leaves the fewest instructions; a token still has two programs, since only 32 programs
-    fit an SM. Measured on an H100, 8 to 128 heads, 1 to 16384 tokens. A query latent, wider than
-    the rest, is spread over more warps, or it would fill the registers of every part.
+    Few tokens: latency counts, and four warps share a part. Many: one warp each, which leaves the
+    fewest instructions and, as warps need not wait for one another, the most parts in an SM. 2048
+    rope values a part and 1024 nope values a warp were best, or near it, on an H100 with 16 to 128
+    heads and 1 to 16384 tokens. A query latent, wider than the rest, is spread over more warps, or
+    it would set the registers of every part.
     """
-    rope_width = power_of_two(rope_dim)
-    num_values = power_of_two(num_heads) * rope_width
-    is_few = num_tokens <= 2 * gpu.num_sms
-    block = 1024 if is_few else min(max(num_values // 4, 512), 2048)
-    num_warps = 2 if is_few else max(block // 1024, 1)
+    num_warps = 4 if num_tokens <= 4 * gpu.num_sms else 1
     num_warps = max(num_warps, min(power_of_two(q_latent_dim) // 512, 8))
 
-    def heads(num_block_values: int, width: int) -> int:
-        return min(max(num_block_values // width, 1), power_of_two(num_heads))
+    def heads(num_values: int, dim: int) -> int:
+        return min(max(num_values // power_of_two(dim), 1), power_of_two(num_heads))
 
-    nope_heads = heads(1024 * num_warps, power_of_two(nope_dim))
-    return Tiles(heads(block, rope_width), nope_heads, is_few, num_warps)
+    return Tiles(heads(2048, rope_dim), heads(1024 * num_warps, nope_dim), num_warps)
 
 
 _NUM_VARYING = 24  # the kernel's first parameters: 21 addresses and the three counts of _counts
@@ -677,8 +658,7 @@ def _call(
     num_head_parts = (0 if q_rope is None else -(-num_heads // tiles.rope_heads)) + (
         0 if q_nope is None else -(-num_heads // tiles.nope_heads)
     )
-    row_has_heads = not tiles.row_alone and num_head_parts > 0
-    num_parts = 1 - row_has_heads + num_head_parts + (q_latent is not None)
+    num_parts = 1 + num_head_parts + (q_latent is not None)
     arguments = {
         **row_fields(pages, gpu),
         **(_NO_BATCH if batch is None else batch_fields(batch)),
@@ -720,7 +700,6 @@ def _call(
         "BLOCK_Q": power_of_two(q_latent_dim),
         "ROPE_HEADS": tiles.rope_heads,
         "NOPE_HEADS": tiles.nope_heads,
-        "ROW_HAS_HEADS": row_has_heads,
         "POWER_OF_TWO": not fmt.token_scaled,
         "LATENT_LIMIT": fmt.latent_max,
         "ROPE_LIMIT": torch.finfo(fmt.rope_dtype).max,
@@ -779,7 +758,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Every format, rotated and rounded both ways, few tokens and many; odd dims; a whole query."""
     fields = [(name, 512, 64) for name in FORMAT_NAMES]
     fields += [(name, *dims) for name in ("bf16", "fp8_ds_mla") for dims in ((384, 48), (128, 0))]
-    styles = [  # interleaved, rounded as HF, sanitised
+    styles = [
         {"interleaved": True, "round_hf": False, "sanitize": False},
         {"interleaved": False, "round_hf": True, "sanitize": True},
     ]
@@ -793,7 +772,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
 def _shipped(
     fmt: CacheFormat,
     num_tokens: int,
-    style: dict[str, bool],
+    style: dict[str, Any],
     capability: int,
     q_dtype: torch.dtype | None = None,
 ) -> KernelConfig:
@@ -817,8 +796,7 @@ def _shipped(
             q_latent, q_gamma, q_latent, None, q_scale,
         ]  # fmt: skip
         label += "-query"
+    tensors: Any = [kv, freqs, gamma, *query, None, None]
     batch, gpu = PagedBatch([0, 1], [0], [[0]]), Gpu(capability, num_sms=108)
-    _, arguments, options = _call(
-        pages, batch, kv, freqs, gamma, *query, None, None, eps=1e-6, **style, gpu=gpu
-    )
+    _, arguments, options = _call(pages, batch, *tensors, eps=1e-6, gpu=gpu, **style)
     return config_of_call(_write_kv_kernel, label, arguments, options, **SMALL_SPILLS)
