@@ -16,11 +16,11 @@ TINY_CASES = (
     Case("write_kv", TINY, 3, 1, 5),
     Case("write_kv", TINY, 2, 4, 70, "fp8"),
     Case("write_kv", TINY, 2, 1, 65, "fp8_ds_mla"),
-    Case("write_kv", TINY, 2, 1, 65, "nvfp4"),
-    Case("write_kv", TINY, 2, 2, 65, "fp8", packed_query=True),
     Case("mla_decode", TINY, 3, 2, 70, "fp8"),
     Case("mla_prefill", TINY, 2, 5, 5),
     Case("mla_prefill", TINY, 2, 5, 70),
+    Case("write_kv", TINY, 2, 1, 65, "nvfp4"),
+    Case("write_kv", TINY, 2, 2, 65, "fp8", packed_query=True),
 )
 MACHINE = {"copy_gb_s": 1.0, "matmul_tflop_s": 1.0}
 

@@ -727,16 +727,16 @@ Again = Callable[[LayerPages, PagedBatch | None, Sequence[int | None]], None]
 
 
 def write_kv(
-    pages: LayerPages, batch: PagedBatch | None, kv: Tensor, *others: Tensor | None, **settings: Any
+    pages: LayerPages, batch: PagedBatch | None, *tensors: Any, **settings: Any
 ) -> Again | None:
     """Launch once; the arguments are ``_call``'s, and ``kvkern.write_kv`` has checked them.
 
     Returns how to launch for the addresses of other tensors of the same kinds, if that is cheaper.
     """
-    if kv.shape[0] == 0:
+    if len(tensors[0]) == 0:
         return None
-    device = kv.device
-    grid, arguments, options = _call(pages, batch, kv, *others, **settings, gpu=gpu_of(device))
+    device = pages.device
+    grid, arguments, options = _call(pages, batch, *tensors, gpu=gpu_of(device), **settings)
     again = launch(_write_kv_kernel, grid, arguments, options, device, num_varying=_NUM_VARYING)
     if again is None:
         return None
