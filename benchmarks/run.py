@@ -103,10 +103,11 @@ def limits_of(case: Case, device: torch.device) -> list[Implementation]:
     """What to hold a time of ``write_kv`` against: nothing at all, and moving as many bytes."""
     if case.op != "write_kv" or device.type != "cuda":
         return []
-    words = torch.zeros(2, case.num_bytes // 16, dtype=torch.int64, device=device)
+    num_bytes = case.num_bytes // 2 // 4096 * 4096  # whole pages: others are copied more slowly
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     return [
         Implementation("empty_kernel", lambda: torch.cuda._sleep(0), None),
-        Implementation("copy", lambda: words[1].copy_(words[0]), None, "torch's, of as many bytes"),
+        Implementation("copy", lambda: target.copy_(source), None, "torch's, of as many bytes"),
     ]
 
 

@@ -25,6 +25,6 @@ def test_tables_name_every_op_format_and_model():
         assert f"| `{op}` |" in text and hasattr(kvkern, op)
     for name in FORMAT_NAMES:
         row = next(line for line in text.splitlines() if re.match(rf"\|.*`{name}`.*\| \d+", line))
-        assert f"| {CacheFormat(name).row_bytes} |" in row
+        assert f"| {CacheFormat(name).bytes_per_token} |" in row
     for model_type in SUPPORTED_MODEL_TYPES:
         assert f"`{model_type}`" in text

@@ -80,7 +80,8 @@ class PagedKVCache:
         device: where the pages live. With ``pin_memory`` (CPU only) they are page-locked, as a
             target for ``copy_pages`` from a GPU.
         latent_scale, rope_scale: fp8 and nvfp4 only: real value = stored value * scale; one value,
-            or one per layer (a tensor too); finite and > 0. Other formats refuse anything but 1.
+            or one per layer (a tensor too); finite, > 0 and with a finite inverse. Other formats
+            refuse anything but 1.
             ``kvkern.calibrate`` finds them.
 
     ``storage`` is ``uint8 [num_layers, num_pages, page_size, row_bytes]``; ``token_scales``, for
@@ -240,6 +241,6 @@ def _per_layer(name: str, scale: float | Sequence[float] | Tensor, num_layers: i
         raise ArgumentError(
             f"{name}: want one value or one per layer ({num_layers}), got {list(values.shape)}"
         )
-    if not (values.isfinite() & (values > 0)).all():
-        raise ArgumentError(f"{name}: want finite and > 0, got {scale}")
+    if not (values.isfinite() & (values > 0) & (1 / values).isfinite()).all():
+        raise ArgumentError(f"{name}: want finite and > 0, with a finite inverse, got {scale}")
     return values.expand(num_layers)

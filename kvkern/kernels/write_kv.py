@@ -11,7 +11,7 @@ behind it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -266,7 +266,8 @@ def _store_latent(
         if PACKED:
             scales = tl.minimum(tl.maximum(tl.div_rn(amax, _E2M1_MAX), _MIN_E4M3), _E4M3_MAX)
             codes = encode_e4m3(scales, NATIVE_FP8)
-            scales = decode_e4m3(codes, tl.float32, False)  # what ptxas gets right: see numerics
+            # not by the card: ptxas up to 12.9 reads a wrong register where it has just packed them
+            scales = decode_e4m3(codes, tl.float32, False)
             if not SANITIZE:  # e2m1 has no NaN: the group's scale is one
                 has_nan = tl.max((groups != groups).to(tl.int32), axis=1) > 0
                 codes = tl.where(has_nan, 0x7F, codes)
@@ -343,109 +344,75 @@ def _normalise_query_latent(
 
 
 @triton.jit
-def _rope_rows(stride_token, stride_head, row, block, num_heads, HEADS: tl.constexpr):
-    """Where the heads of a block start, int64 ``[HEADS]``, and which of them there are."""
-    head = block * HEADS + tl.arange(0, HEADS)
-    return row * stride_token + head.to(tl.int64) * stride_head, head < num_heads
-
-
-@triton.jit
-def _nope_elements(
-    stride_token, stride_head, row, block, num_heads, NOPE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """The same for nope columns: every element ``[HEADS, BLOCK_N]``."""
-    head = block * HEADS + tl.arange(0, HEADS)
-    offs_n = tl.arange(0, BLOCK_N)
-    mask = ((head >= 0) & (head < num_heads))[:, None] & (offs_n < NOPE_DIM)[None, :]
-    return (row * stride_token + head.to(tl.int64) * stride_head)[:, None] + offs_n, mask
-
-
-@triton.jit
-def _load_heads(
-    query,
-    row,
-    block,  # of rope heads; behind the last are those of nope heads
-    ROPE_DIM: tl.constexpr,
-    NOPE_DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROPE_HEADS: tl.constexpr,
-    NOPE_HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """A block's rope pairs and nope columns; what is not asked for is a single 0."""
-    q_rope_ptr, stride_rope_token, stride_rope_head = query[:3]
-    q_nope_ptr, stride_nope_token, stride_nope_head, num_heads = query[3:]
-    pairs = (0, 0)
-    nope = 0
-    if q_rope_ptr is not None:
-        offs_row, mask_row = _rope_rows(
-            stride_rope_token, stride_rope_head, row, block, num_heads, ROPE_HEADS
-        )
-        pairs = _load_pairs(
-            q_rope_ptr, offs_row, mask_row, ROPE_DIM, BLOCK_R, ROPE_HEADS, INTERLEAVED
-        )
-        block -= tl.cdiv(num_heads, ROPE_HEADS)
-    if q_nope_ptr is not None:
-        offs, mask = _nope_elements(
-            stride_nope_token, stride_nope_head, row, block, num_heads, NOPE_DIM, BLOCK_N,
-            NOPE_HEADS,
-        )  # fmt: skip
-        nope = tl.load(q_nope_ptr + offs, mask=mask, other=0.0)
-    return pairs, nope
-
-
-@triton.jit
-def _store_heads(
-    query_out,
-    heads,  # of _load_heads
+def _rotate_heads(
+    q,  # pointer, stride of a token, stride of a head; pointer None: there is nothing to do
+    q_out,
+    q_scale_ptr,
     row,
     block,
-    is_real,
-    cos,
-    sin,
+    num_heads,
+    place,
+    found,
+    table,
+    PAGE_SIZE: tl.constexpr,
     ROPE_DIM: tl.constexpr,
-    NOPE_DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROPE_HEADS: tl.constexpr,
-    NOPE_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
-    """Rotate a block's pairs, copy its nope columns, or quantise both; padding is 0."""
-    q_rope_ptr, stride_rope_token, stride_rope_head = query_out[:3]
-    q_nope_ptr, stride_nope_token, stride_nope_head, num_heads, q_scale_ptr = query_out[3:]
-    factor = 1.0
-    if q_scale_ptr is not None:
-        factor = tl.div_rn(1.0, tl.load(q_scale_ptr))
-    if q_rope_ptr is not None:
-        first, second = _rotate(heads[0], cos, sin)
+    """Rotate the rope columns of a block of heads, and quantise them if there is a scale."""
+    if q[0] is not None:
+        head = block * HEADS + tl.arange(0, HEADS)
+        mask = head < num_heads
+        head = head.to(tl.int64)
+        pairs = _load_pairs(
+            q[0], row * q[1] + head * q[2], mask, ROPE_DIM, BLOCK_R, HEADS, INTERLEAVED
+        )
+        _, is_real, cos, sin = _locate(place, found, table, PAGE_SIZE, ROPE_DIM, BLOCK_R)
+        first, second = _rotate(pairs, cos, sin)
         if q_scale_ptr is not None:
+            factor = tl.div_rn(1.0, tl.load(q_scale_ptr))
             first *= factor
             second *= factor
-        offs_row, mask_row = _rope_rows(
-            stride_rope_token, stride_rope_head, row, block, num_heads, ROPE_HEADS
-        )
         _store_pairs(
-            q_rope_ptr, offs_row, mask_row,
-            _output(first, is_real, q_rope_ptr, NATIVE_FP8),
-            _output(second, is_real, q_rope_ptr, NATIVE_FP8),
-            ROPE_DIM, BLOCK_R, ROPE_HEADS, INTERLEAVED,
+            q_out[0], row * q_out[1] + head * q_out[2], mask,
+            _output(first, is_real, q_out[0], NATIVE_FP8),
+            _output(second, is_real, q_out[0], NATIVE_FP8),
+            ROPE_DIM, BLOCK_R, HEADS, INTERLEAVED,
         )  # fmt: skip
-        block -= tl.cdiv(num_heads, ROPE_HEADS)
-    if q_nope_ptr is not None:
-        nope = heads[1]
+
+
+@triton.jit
+def _copy_heads(
+    q,  # as in _rotate_heads
+    q_out,
+    q_scale_ptr,
+    row,
+    block,
+    num_heads,
+    place,
+    found,
+    PAGE_SIZE: tl.constexpr,
+    NOPE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """Copy the nope columns of a block of heads, or quantise them if there is a scale."""
+    if q[0] is not None:
+        head = block * HEADS + tl.arange(0, HEADS)
+        offs_n = tl.arange(0, BLOCK_N)
+        mask = (head < num_heads)[:, None] & (offs_n < NOPE_DIM)[None, :]
+        head = head.to(tl.int64)[:, None]
+        x = tl.load(q[0] + row * q[1] + head * q[2] + offs_n, mask=mask, other=0.0)
+        _, is_real, _, _ = _locate(place, found, (None, 0), PAGE_SIZE, 0, 2)
         if q_scale_ptr is not None:
-            nope = _output(nope.to(tl.float32) * factor, is_real, q_nope_ptr, NATIVE_FP8)
+            factor = tl.div_rn(1.0, tl.load(q_scale_ptr))
+            x = _output(x.to(tl.float32) * factor, is_real, q_out[0], NATIVE_FP8)
         else:
-            nope = tl.where(is_real, nope, 0.0).to(nope.dtype)
-        offs, mask = _nope_elements(
-            stride_nope_token, stride_nope_head, row, block, num_heads, NOPE_DIM, BLOCK_N,
-            NOPE_HEADS,
-        )  # fmt: skip
-        tl.store(q_nope_ptr + offs, nope, mask=mask)
+            x = tl.where(is_real, x, 0.0).to(x.dtype)
+        tl.store(q_out[0] + row * q_out[1] + head * q_out[2] + offs_n, x, mask=mask)
 
 
 @triton.jit(
@@ -533,14 +500,9 @@ def _write_kv_kernel(
     )  # fmt: skip
     found = _start_to_locate(place)
     table = (freqs_ptr, max_positions)
-    query = (
-        q_rope_ptr, stride_q_rope_token, stride_q_rope_head,
-        q_nope_ptr, stride_q_nope_token, stride_q_nope_head, num_heads,
-    )  # fmt: skip
-    query_out = (
-        q_rope_out_ptr, stride_q_rope_out_token, stride_q_rope_out_head,
-        q_nope_out_ptr, stride_q_nope_out_token, stride_q_nope_out_head, num_heads, q_scale_ptr,
-    )  # fmt: skip
+    num_rope_parts = 0
+    if q_rope_ptr is not None:
+        num_rope_parts = tl.cdiv(num_heads, ROPE_HEADS)
 
     if part == 0:
         kv_row_ptr = kv_ptr + row * stride_kv
@@ -572,6 +534,13 @@ def _write_kv_kernel(
             rotated, rope_ptr + slot * stride_rope, layer_scales_ptr, is_real,
             ROPE_DIM, BLOCK_R, ROPE_LIMIT, INTERLEAVED, SANITIZE, NATIVE_FP8,
         )  # fmt: skip
+    elif part <= num_rope_parts:
+        _rotate_heads(
+            (q_rope_ptr, stride_q_rope_token, stride_q_rope_head),
+            (q_rope_out_ptr, stride_q_rope_out_token, stride_q_rope_out_head),
+            q_scale_ptr, row, part - 1, num_heads, place, found, table,
+            PAGE_SIZE, ROPE_DIM, BLOCK_R, ROPE_HEADS, INTERLEAVED, NATIVE_FP8,
+        )  # fmt: skip
     elif (Q_LATENT_DIM > 0) & (part == num_parts - 1):
         _normalise_query_latent(
             q_latent_ptr, q_gamma_ptr, q_latent_out_ptr, row * stride_q_latent,
@@ -579,15 +548,11 @@ def _write_kv_kernel(
             ROUND_HF, NATIVE_FP8,
         )  # fmt: skip
     else:
-        block = part - 1
-        heads = _load_heads(
-            query, row, block, ROPE_DIM, NOPE_DIM, BLOCK_R, BLOCK_N, ROPE_HEADS, NOPE_HEADS,
-            INTERLEAVED,
-        )  # fmt: skip
-        slot, is_real, cos, sin = _locate(place, found, table, PAGE_SIZE, ROPE_DIM, BLOCK_R)
-        _store_heads(
-            query_out, heads, row, block, is_real, cos, sin, ROPE_DIM, NOPE_DIM, BLOCK_R, BLOCK_N,
-            ROPE_HEADS, NOPE_HEADS, INTERLEAVED, NATIVE_FP8,
+        _copy_heads(
+            (q_nope_ptr, stride_q_nope_token, stride_q_nope_head),
+            (q_nope_out_ptr, stride_q_nope_out_token, stride_q_nope_out_head),
+            q_scale_ptr, row, part - 1 - num_rope_parts, num_heads, place, found,
+            PAGE_SIZE, NOPE_DIM, BLOCK_N, NOPE_HEADS, NATIVE_FP8,
         )  # fmt: skip
 
 
@@ -723,7 +688,7 @@ def _counts(batch: PagedBatch | None) -> tuple[int, int, int]:
     return num_requests, max_pages, int(batch.max_query_len == 1)
 
 
-Again = Callable[[LayerPages, PagedBatch | None, Sequence[int | None]], None]
+Again = Callable[[LayerPages, PagedBatch | None, list[int | None]], None]
 
 
 def write_kv(
@@ -742,10 +707,11 @@ def write_kv(
         return None
 
     def write_again(
-        pages: LayerPages, batch: PagedBatch | None, addresses: Sequence[int | None]
+        pages: LayerPages, batch: PagedBatch | None, addresses: list[int | None]
     ) -> None:
-        batch_addresses = (None, None, None) if batch is None else batch.addresses
-        again((*addresses, *pages.addresses, *batch_addresses), _counts(batch))
+        addresses += pages.addresses
+        addresses += (None, None, None) if batch is None else batch.addresses
+        again(addresses, _counts(batch))
 
     return write_again
 

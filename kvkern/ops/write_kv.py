@@ -67,6 +67,7 @@ def write_kv(
         kv_out: ``[T, L+R]`` in kv's dtype, last dim contiguous: the same row before quantisation,
             which a prefill expands into keys and values. May be ``kv`` itself.
         q_scale: fp32 ``[1]``, with e4m3 query outputs and only then: real = stored * q_scale.
+            Finite and > 0; not checked.
         positions: int32 or int64 ``[T]``: RoPE positions in place of the above; where a token is
             stored does not depend on them. Must be in ``[0, max_positions)``; not checked: a
             position outside gets NaN instead of a rotation.
@@ -151,18 +152,25 @@ def _addresses_and_kinds(
 
     That is shapes, strides, dtypes, devices, alignments, and which outputs are in place.
     """
-    addresses = [None if t is None else t.data_ptr() for t in tensors]
-    kinds = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
+    addresses: list[int | None] = []
+    kinds: list[Any] = []
     low_bits = 0
-    for address in addresses:
-        if address is not None:
+    for tensor in tensors:
+        if tensor is None:
+            addresses.append(None)
+            kinds.append(None)
+        else:
+            address = tensor.data_ptr()
             low_bits |= address
-    misaligned = low_bits & 15 and tuple(a and a & 15 for a in addresses)
-    in_place = tuple(addresses[i] == addresses[j] for i, j in _IN_PLACE)
-    return addresses, (*kinds, misaligned, in_place)
-
-
-_IN_PLACE = ((0, 10), (3, 4), (5, 6), (7, 9))  # an input and the output that may lie on it
+            addresses.append(address)
+            kinds += (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+    kv, _, _, q_rope, q_rope_out, q_nope, q_nope_out, q_latent, _, q_latent_out, kv_out, *_ = (
+        addresses
+    )
+    kinds += (q_rope == q_rope_out, q_nope == q_nope_out, q_latent == q_latent_out, kv == kv_out)
+    if low_bits & 15:
+        kinds += [address and address & 15 for address in addresses]
+    return addresses, tuple(kinds)
 
 
 def _check_bounds(
