@@ -62,10 +62,45 @@ def test_prefill_tiles_are_what_the_tensor_cores_take(gpu):
         assert tiles.block_t in (16, 32, 64, 128) and tiles.block_n in (16, 32, 64)
 
 
-def test_query_heads_of_a_write_program_fit_a_small_tensor():
-    assert write_kv.choose_tiles(128, 64).block_h == 32
-    assert write_kv.choose_tiles(5, 64).block_h == 8
-    assert write_kv.choose_tiles(0, 0).block_h == 1
-    for num_heads, rope_dim in itertools.product([1, 16, 128, 500], [0, 2, 32, 48, 64, 256]):
-        block_h = write_kv.choose_tiles(num_heads, rope_dim).block_h
-        assert block_h & (block_h - 1) == 0 and 1 <= block_h * max(rope_dim, 1) <= 2048
+def is_power_of_two(count):
+    return count > 0 and count & (count - 1) == 0
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.capability}")
+def test_write_tiles_are_powers_of_two_and_no_wider_than_the_query(gpu):
+    for num_tokens, num_heads, rope_dim, nope_dim, q_latent_dim in itertools.product(
+        [0, 1, 432, 433, 100_000],
+        [0, 1, 5, 16, 128, 500],
+        [0, 2, 48, 64, 256],
+        [0, 5, 512, 8192],
+        [0, 40, 1536, 32_768],
+    ):
+        tiles = write_kv.choose_tiles(num_tokens, num_heads, rope_dim, nope_dim, q_latent_dim, gpu)
+        padded_heads = max(2 * num_heads - 1, 1)  # heads are padded to the next power of two
+        for heads, dim in [(tiles.rope_heads, rope_dim), (tiles.nope_heads, nope_dim)]:
+            assert is_power_of_two(heads) and heads <= padded_heads
+            assert heads == 1 or heads * dim <= 8192  # what 8 warps hold in registers
+        assert is_power_of_two(tiles.num_warps) and tiles.num_warps <= 8
+
+
+def test_write_of_few_tokens_has_more_warps_a_part_than_one_of_many():
+    gpu = Gpu(90, 132)
+
+    def tiles(num_tokens):
+        return write_kv.choose_tiles(num_tokens, 128, 64, 512, 0, gpu)
+
+    few, many = tiles(4 * 132), tiles(4 * 132 + 1)
+    assert few.num_warps == 4 and many.num_warps == 1
+    assert few.rope_heads * 64 == many.rope_heads * 64 == 2048
+    assert few.nope_heads * 512 == 4096 and many.nope_heads * 512 == 1024  # 1024 values a warp
+    assert tiles(1) == few and tiles(1 << 20) == many
+
+
+@pytest.mark.parametrize(
+    "q_latent_dim, num_warps", [(0, 1), (512, 1), (768, 2), (1536, 4), (2048, 4), (16_384, 8)]
+)
+def test_wider_query_latent_is_spread_over_more_warps(q_latent_dim, num_warps):
+    """And nope columns with it, which take what registers there are."""
+    tiles = write_kv.choose_tiles(4096, 128, 64, 128, q_latent_dim, Gpu(90, 132))
+    assert tiles.num_warps == num_warps
+    assert tiles.nope_heads == 8 * num_warps

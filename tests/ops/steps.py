@@ -3,14 +3,14 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvkern import CacheFormat, CacheView, PagedBatch, PagedKVCache, write_kv
+from kvkern import CacheFormat, CacheView, KvkernError, PagedBatch, PagedKVCache, write_kv
 from kvkern.cache.storage import LayerPages
 from kvkern.testing.inputs import rope_freqs
 
@@ -76,7 +76,6 @@ class Step:
     num_pages: int = NUM_PAGES
     page_size: int = PAGE_SIZE
     scales: tuple[float, float] = (1.0, 1.0)
-    options: dict[str, Any] = field(default_factory=dict)
 
     def new_cache(self, device: str, num_layers: int = 2) -> PagedKVCache:
         latent_scale, rope_scale = self.scales if self.fmt.layer_scaled else (1.0, 1.0)
@@ -115,7 +114,7 @@ class Step:
 
     def write(self, device: str, backend: str, *, layer: int = 1, **options: Any) -> Written:
         cache, arguments = self.new_cache(device), self.arguments(device)
-        write_kv(self.target(cache, layer), **arguments, backend=backend, **self.options, **options)
+        write_kv(self.target(cache, layer), **arguments, backend=backend, **options)
         return written(cache, arguments)
 
 
@@ -139,16 +138,25 @@ def make_step(
     kv = torch.randn(num_tokens, fmt.row_dim).to(dtype)
     gamma = (torch.rand(fmt.kv_lora_rank) + 0.5).to(gamma_dtype)
     q_rope = torch.randn(num_tokens, num_heads, fmt.rope_dim).to(dtype) if num_heads else None
-    return Step(fmt, kv, rope_freqs(12, fmt.rope_dim), gamma, q_rope, scales=(0.02, 0.03))
+    step = Step(fmt, kv, rope_freqs(12, fmt.rope_dim), gamma, q_rope, scales=(0.02, 0.03))
+    if num_tokens < OFFSETS[-1]:  # one request, from the same position
+        step.batch = ([0, num_tokens], LENGTHS[:1], TABLE[:1])
+    return step
 
 
 def make_query_step(
-    name="bf16", dtype=BF16, num_heads=3, nope_dim=24, q_latent_dim=40, q_scale=None
+    name="bf16",
+    dtype=BF16,
+    num_heads=3,
+    nope_dim=24,
+    q_latent_dim=40,
+    q_scale=None,
+    num_tokens=NUM_TOKENS,
 ) -> Step:
     """A step with all of a query: rope and nope columns, latent."""
-    step = make_step(name, dtype=dtype, num_heads=num_heads)
-    step.q_nope = torch.randn(NUM_TOKENS, num_heads, nope_dim).to(dtype)
-    step.q_latent = torch.randn(NUM_TOKENS, q_latent_dim).to(dtype)
+    step = make_step(name, dtype=dtype, num_heads=num_heads, num_tokens=num_tokens)
+    step.q_nope = torch.randn(num_tokens, num_heads, nope_dim).to(dtype)
+    step.q_latent = torch.randn(num_tokens, q_latent_dim).to(dtype)
     step.q_gamma = torch.rand(q_latent_dim) + 0.5
     step.q_scale = None if q_scale is None else torch.tensor([q_scale])
     return step
@@ -177,6 +185,11 @@ def same(one: Written, other: Written) -> None:
     ]:
         differs = (bits(a) != bits(b)).nonzero()
         assert not len(differs), f"{name} differs in {len(differs)} bytes: {differs[:4].tolist()}"
+
+
+def field_bytes(fmt: CacheFormat) -> int:
+    """Which bytes of a row hold a field; the rest is padding to 16 bytes."""
+    return fmt.rope_offset + fmt.rope_dim * fmt.rope_dtype.itemsize
 
 
 def rows_of(written: Written, slots, layer=1) -> tuple[Tensor, Tensor]:
@@ -238,7 +251,8 @@ def nearest_e4m3(values: Tensor) -> tuple[Tensor, Tensor]:
     Past 448 the nearest is 448; a NaN is 0x7F.
     """
     codes = torch.arange(127)
-    distance = (values.double().abs().nan_to_num()[:, None] - _E4M3_VALUES).abs()
+    magnitude = values.double().abs().nan_to_num(0.0).clamp(max=448)
+    distance = (magnitude[:, None] - _E4M3_VALUES).abs()
     nearest = distance.argmin(1)  # the lower of two
     is_tie = (distance == distance.min(1, keepdim=True).values).sum(1) == 2
     nearest += is_tie & (codes[nearest] % 2 == 1)
@@ -254,6 +268,26 @@ def moved(argument, device):
         return argument
     like = {"dtype": argument.dtype, "device": device}
     return torch.empty_strided(argument.shape, argument.stride(), **like).copy_(argument)
+
+
+def assert_refused(
+    step: Step, device: str, spoilt: dict[str, Any], error: type, message: str, *, target=None
+) -> None:
+    """The step with some arguments replaced raises, and changes neither the cache nor a tensor.
+
+    ``target`` makes the ``cache`` argument of a ``PagedKVCache``.
+    """
+    cache = step.new_cache(device)
+    arguments = {**step.arguments("cpu"), **spoilt}
+    arguments = {name: moved(value, device) for name, value in arguments.items()}
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor) and x.device.type != "meta"]
+    before = [x.clone() for x in tensors]
+    with pytest.raises(error, match=message) as raised:
+        write_kv((target or step.target)(cache), **arguments)
+    assert isinstance(raised.value, KvkernError)
+    assert (cache.buffer == CANARY).all()
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(bits(tensor.reshape(-1)), bits(old.reshape(-1)))
 
 
 @contextmanager

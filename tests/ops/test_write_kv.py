@@ -1,20 +1,15 @@
+import itertools
 import struct
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from kvkern import (
     ArgumentError,
     CacheFormat,
     DeviceError,
-    KvkernError,
     LayoutError,
     PagedBatch,
     PagedKVCache,
@@ -25,137 +20,40 @@ from kvkern import (
     gather_kv,
     write_kv,
 )
+from kvkern.cache.storage import LayerPages
+from kvkern.layout import FORMAT_NAMES, MAX_GROUP_SCALE
 from kvkern.testing.inputs import rope_freqs, shuffled_table
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BACKENDS = pytest.mark.parametrize("backend", ["triton", "reference"])
-CANARY = 0xA5  # finite in every format, and nothing that these inputs are stored as
-PAGE_SIZE = 4
-
-# Request 0 ends in the middle of its second page; request 1 has no new token; request 2 crosses
-# into a page of -1. Two tokens lie past the end.
-OFFSETS, LENGTHS = [0, 3, 3, 7], [3, 9, 2]
-TABLE = [[5, 2, -1], [1, 4, 0], [3, -1, -1]]
-NUM_TOKENS, NUM_PAGES = 9, 7
-SLOTS = {0: 5 * 4 + 3, 1: 2 * 4, 2: 2 * 4 + 1, 3: 3 * 4 + 2, 4: 3 * 4 + 3}  # token -> slot
-PADDING = [5, 6, 7, 8]
-POSITIONS = [3, 4, 5, 2, 3]  # of the tokens that are stored
-
-
-class Written(NamedTuple):
-    """What a write left behind, on the CPU."""
-
-    storage: Tensor  # uint8 [layers, pages, page_size, row_bytes]
-    q_rope: Tensor | None
-    kv_out: Tensor | None
-    cache: PagedKVCache
-
-
-@dataclass
-class Step:
-    """The arguments of one write, on the CPU, for any device and backend."""
-
-    fmt: CacheFormat
-    kv: Tensor
-    freqs: Tensor | None
-    gamma: Tensor
-    q_rope: Tensor | None = None
-    batch: tuple = (OFFSETS, LENGTHS, TABLE)
-    num_pages: int = NUM_PAGES
-    page_size: int = PAGE_SIZE
-    scales: tuple[float, float] = (1.0, 1.0)
-
-    def new_cache(self, device, num_layers=2):
-        latent_scale, rope_scale = self.scales if self.fmt.layer_scaled else (1.0, 1.0)
-        cache = PagedKVCache(
-            self.fmt,
-            num_layers=num_layers,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            device=device,
-            latent_scale=latent_scale,
-            rope_scale=rope_scale,
-        )
-        cache.storage.fill_(CANARY)
-        return cache
-
-    def write(self, device, backend, *, layer=1, **options) -> Written:
-        cache = self.new_cache(device)
-        view = cache.view(layer, PagedBatch(*self.batch, device=device))
-        kv, gamma = self.kv.to(device), self.gamma.to(device)
-        freqs = None if self.freqs is None else self.freqs.to(device)
-        kv_out, outs = torch.empty_like(kv), {}
-        if self.q_rope is not None:
-            outs = {"q_rope": self.q_rope.to(device), "q_rope_out": torch.empty_like(self.q_rope)}
-            outs["q_rope_out"] = outs["q_rope_out"].to(device)
-        write_kv(view, kv, freqs, gamma, kv_out=kv_out, backend=backend, **outs, **options)
-        q_rope_out = outs["q_rope_out"].cpu() if outs else None
-        return Written(cache.storage.cpu(), q_rope_out, kv_out.cpu(), cache)
-
-
-def make_step(
-    name="bf16", dims=(128, 32), dtype=BF16, gamma_dtype=FP32, num_heads=0, num_tokens=NUM_TOKENS
-) -> Step:
-    fmt = CacheFormat(name, *dims)
-    kv = torch.randn(num_tokens, fmt.row_dim).to(dtype)
-    gamma = (torch.rand(fmt.kv_lora_rank) + 0.5).to(gamma_dtype)
-    q_rope = torch.randn(num_tokens, num_heads, fmt.rope_dim).to(dtype) if num_heads else None
-    return Step(fmt, kv, rope_freqs(12, fmt.rope_dim), gamma, q_rope, scales=(0.02, 0.03))
-
-
-def bits(tensor):
-    """Floats as integers, so that NaN equals NaN and 0 differs from -0."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-def same(one: Written, other: Written):
-    for name in ["storage", "q_rope", "kv_out"]:
-        a, b = getattr(one, name), getattr(other, name)
-        assert (a is None) == (b is None)
-        if a is not None:
-            differs = (bits(a) != bits(b)).nonzero()
-            assert not len(differs), (
-                f"{name} differs in {len(differs)} bytes: {differs[:4].tolist()}"
-            )
-
-
-def rows_of(written: Written, slots, layer=1):
-    """Stored bytes of some slots ``[n, row_bytes]``, and of all others, together."""
-    flat = written.storage.flatten(1, 2)
-    is_other = torch.ones(flat.shape[:2], dtype=torch.bool)
-    is_other[layer, slots] = False
-    return flat[layer, slots], flat[is_other]
-
-
-def field_bytes(fmt):
-    """Which bytes of a row hold a field; the rest is padding to 16 bytes."""
-    return fmt.rope_offset + fmt.rope_dim * fmt.rope_dtype.itemsize
-
-
-def decoded(written: Written, slots, layer=1):
-    """Rows of some slots in fp64: latent, rope key."""
-    pages = written.cache.layer(layer)
-    latent = pages.latent.flatten(0, 1).cpu().double()[slots]
-    rope = pages.rope.flatten(0, 1).cpu().double()[slots]
-    if pages.group_scales is not None:
-        scales = pages.group_scales.flatten(0, 1).cpu().double()[slots]
-        latent = (latent.unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
-    if pages.layer_scales is not None:
-        latent_scale, rope_scale = pages.layer_scales.cpu().double()
-        latent, rope = latent * latent_scale, rope * rope_scale
-    return latent, rope
-
-
-def e4m3_edges():
-    """Every e4m3 value and midpoint, their fp32 neighbours, both signs, and what is no number."""
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middles = (codes[1:] + codes[:-1]) / 2
-    exact = torch.cat([codes, middles, torch.tensor([448.0, 464.0, 465.0, 480.0, 1e4, 3e38])])
-    up, down = (torch.nextafter(exact, torch.tensor(to)) for to in (1e9, -1e9))
-    numbers = torch.cat([exact, up, down])
-    specials = torch.tensor([torch.nan, torch.inf, 1e-40, 2.0**-149, 0.0])
-    return torch.cat([specials, -specials, numbers, -numbers])
-
+from tests.ops.steps import (
+    BACKENDS,
+    BF16,
+    CANARY,
+    E2M1,
+    FP16,
+    FP32,
+    LENGTHS,
+    NUM_PAGES,
+    NUM_TOKENS,
+    OFFSETS,
+    PADDING,
+    PAGE_SIZE,
+    POSITIONS,
+    REAL,
+    SLOTS,
+    Step,
+    assert_refused,
+    by_slots,
+    decoded,
+    e4m3_edges,
+    field_bytes,
+    make_query_step,
+    make_step,
+    nearest_e4m3,
+    rotated,
+    rows_of,
+    same,
+    token_bytes,
+    written,
+)
 
 # ---- what is stored
 
@@ -172,6 +70,12 @@ COVERING = [
     ("fp8", (512, 64), BF16, FP32, "half", "once", False),
     ("fp8", (384, 48), FP16, FP32, "interleaved", "hf", True),
     ("fp8", (128, 0), FP32, FP32, "interleaved", "once", False),
+    ("fp8_token", (512, 64), BF16, FP32, "interleaved", "once", False),
+    ("fp8_token", (384, 48), FP32, FP32, "half", "once", True),
+    ("fp8_token", (128, 0), FP16, BF16, "interleaved", "hf", False),
+    ("nvfp4", (512, 64), BF16, FP32, "half", "once", False),
+    ("nvfp4", (384, 48), FP32, FP32, "interleaved", "once", True),
+    ("nvfp4", (256, 32), FP16, BF16, "interleaved", "hf", False),
     ("fp8_ds_mla", (512, 64), FP32, FP32, "interleaved", "once", False),
     ("fp8_ds_mla", (384, 48), BF16, BF16, "half", "hf", False),
     ("fp8_ds_mla", (128, 0), FP16, FP32, "half", "once", True),
@@ -217,17 +121,17 @@ def test_stored_bytes_equal_the_reference_on_extreme_values(
     same(step.write(device, "triton", **options), expected)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_stored_bytes_equal_the_reference_on_plain_values(device, name):
     step = make_step(name, (256, 32), num_heads=2)
     same(step.write(device, "triton"), step.write("cpu", "reference"))
 
 
 @BACKENDS
-@pytest.mark.parametrize("name", ["fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_token", "fp8_ds_mla"])
 def test_latent_is_stored_as_the_nearest_e4m3(device, backend, name):
-    """Against the 256 codes themselves: y is exactly gamma, and the group's scale exactly 1."""
-    step = make_step(name, (512, 0), FP32)
+    """Against the codes themselves: y is exactly gamma, and the group's scale exactly 1."""
+    step = make_step(name, (512, 0), FP32, num_tokens=1)
     edges = e4m3_edges()
     edges = edges[edges.abs() <= 448]
     step.kv[:] = 1.0
@@ -238,17 +142,39 @@ def test_latent_is_stored_as_the_nearest_e4m3(device, backend, name):
         gamma.view(-1)[: len(part)] = part
         gamma[:, 127] = 448.0  # 508 edges would not need it; it fixes each group's scale
         step.gamma = gamma.flatten()
-        written = step.write(device, backend, eps=0.0)
-        codes = torch.arange(256, dtype=torch.uint8)
-        values = codes.view(torch.float8_e4m3fn).double().nan_to_num(nan=torch.inf)
-        distance = (step.gamma.double()[:, None] - values).abs()
-        is_near = distance == distance.min(dim=1, keepdim=True).values
-        even = is_near & (codes % 2 == 0)  # a tie, or +0 and -0: the even code
-        nearest = torch.where(is_near.sum(1) > 1, even.int().argmax(1), is_near.int().argmax(1))
-        got = rows_of(written, [SLOTS[0]])[0][0, :512].long()
-        magnitude, sign = got & 0x7F, got >> 7
-        assert torch.equal(magnitude, nearest & 0x7F)
-        assert torch.equal(sign.bool(), step.gamma.signbit())
+        stored = rows_of(step.write(device, backend, eps=0.0), [SLOTS[0]])[0][0, :512].long()
+        magnitude, is_negative = nearest_e4m3(step.gamma)
+        assert torch.equal(stored & 0x7F, magnitude)
+        assert torch.equal(stored >= 0x80, is_negative)
+
+
+@BACKENDS
+def test_latent_is_stored_as_the_nearest_e2m1(device, backend):
+    """Against the eight magnitudes: y is exactly gamma, scales exactly 1 or 2 and 0.5."""
+    values = E2M1[:8].float()
+    exact = torch.cat([values, (values[1:] + values[:-1]) / 2])
+    up, down = (torch.nextafter(exact, torch.tensor(to)) for to in (9.0, -9.0))
+    edges = torch.cat([exact, up, down])
+    edges = torch.cat([edges, -edges])  # 6 itself too
+    edges = edges[edges.abs() <= 6]
+    groups = torch.zeros(8, 16)
+    groups[:, 0] = 6.0  # fixes each group's scale
+    padded = torch.zeros(8 * 15)
+    padded[: len(edges)] = edges
+    groups[:, 1:] = padded.view(8, 15)
+    step = make_step("nvfp4", (128, 0), FP32, num_tokens=1)
+    step.kv[:], step.scales = 1.0, (1.0, 1.0)
+    for scale in [1.0, 2.0, 0.5]:
+        step.gamma = groups.flatten() * scale
+        latent, _ = decoded(step.write(device, backend, eps=0.0), [SLOTS[0]])
+        distance = (groups.flatten().double().abs()[:, None] - E2M1[:8]).abs()
+        nearest = distance.argmin(1)  # the lower of two
+        is_tie = (distance == distance.min(1, keepdim=True).values).sum(1) == 2
+        assert is_tie.sum() == 14
+        nearest += is_tie & (nearest % 2 == 1)
+        expected = E2M1[nearest].copysign(groups.flatten()) * scale
+        assert torch.equal(latent[0], expected)
+        assert torch.equal(latent[0].signbit(), expected.signbit())
 
 
 @BACKENDS
@@ -261,17 +187,9 @@ def test_row_is_the_normalised_latent_and_the_rotated_key(device, backend, rope_
     latent, rope = decoded(written, slots)
     kv = step.kv[tokens].double()
     y = torch.nn.functional.rms_norm(kv[:, :128], (128,), step.gamma.double(), eps=1e-2)
-    angle = torch.view_as_complex(step.freqs.double().unflatten(-1, (-1, 2)))[POSITIONS]
-
-    def rotated(x, turn):
-        if rope_style == "half":
-            product = torch.complex(*x.chunk(2, dim=-1)) * turn
-            return torch.cat([product.real, product.imag], -1)
-        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(
-            -2
-        )
-
-    key, query = rotated(kv[:, 128:], angle), rotated(step.q_rope[tokens].double(), angle[:, None])
+    freqs = step.freqs[POSITIONS]
+    key = rotated(kv[:, 128:], freqs, rope_style)
+    query = rotated(step.q_rope[tokens], freqs, rope_style)
     near = {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(latent, y, **near)
     torch.testing.assert_close(rope, key, **near)
@@ -295,7 +213,7 @@ def test_hf_rounding_rounds_where_published_models_do(device, backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_sanitize_makes_every_stored_value_finite(device, backend, name):
     step = extreme_step(name, (256, 32), FP32, FP32)
     slots = list(SLOTS.values())
@@ -307,19 +225,29 @@ def test_sanitize_makes_every_stored_value_finite(device, backend, name):
     assert (latent[2] == 0).all()  # the row of a NaN
 
 
-@BACKENDS
-def test_infinity_is_stored_as_the_largest_number_when_sanitized(device, backend):
-    for name, largest in [("fp8", 448 * 0.02), ("fp8_ds_mla", 448 * 2.0**119), ("fp16", 65504.0)]:
-        step = make_step(name, (128, 0), FP32)
-        step.gamma[3], step.gamma[4] = torch.inf, torch.nan
-        step.kv[0, 3] = -1.0
-        written = step.write(device, backend, sanitize=True)
-        latent, _ = decoded(written, [SLOTS[0]])
-        assert latent[0, 3].item() == pytest.approx(-largest) and latent[0, 4] == 0
+LARGEST = {
+    "bf16": torch.finfo(BF16).max,
+    "fp16": 65504.0,
+    "fp32": torch.finfo(FP32).max,
+    "fp8": 448 * 0.02,  # times the layer's scale
+    "fp8_token": 448 * MAX_GROUP_SCALE,
+    "fp8_ds_mla": 448 * MAX_GROUP_SCALE,
+    "nvfp4": 6 * 448 * 0.02,
+}
 
 
 @BACKENDS
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_infinity_is_stored_as_the_largest_number_when_sanitized(device, backend, name):
+    step = make_step(name, (128, 0), FP32)
+    step.gamma[3], step.gamma[4] = torch.inf, torch.nan
+    step.kv[0, 3] = -1.0
+    latent, _ = decoded(step.write(device, backend, sanitize=True), [SLOTS[0]])
+    assert latent[0, 3].item() == pytest.approx(-LARGEST[name]) and latent[0, 4] == 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_nan_row_harms_its_own_slot_only(device, backend, name):
     step = make_step(name, num_heads=2)
     sound = step.write(device, backend)
@@ -382,41 +310,156 @@ def test_fp8_ds_mla_scale_is_the_power_of_two_above_amax_over_448(device, backen
     assert scales == [1.0, 2.0**-13, 2.0, 1.0]
 
 
-def decode_656(row: bytes) -> tuple[list[float], list[float]]:
-    """A row by the published layout: 512 e4m3, 4 little-endian fp32 scales, 64 bf16."""
+@BACKENDS
+def test_fp8_token_scale_is_amax_over_448(device, backend):
+    step, slots = make_step("fp8_token", (512, 64), FP32), list(SLOTS.values())
+    step.kv[1, :512] = 0.0
 
-    def e4m3(code):
-        exponent, mantissa = (code >> 3) & 15, code & 7
-        if (code & 0x7F) == 0x7F:
-            return np.nan
-        value = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
-        return -value if code & 0x80 else value
+    def scales_and_amax():
+        written = step.write(device, backend)
+        amax = written.kv_out[REAL, :512].abs().nan_to_num(nan=0.0).amax(-1).numpy()
+        return written.cache.token_scales[1].flatten().cpu()[slots].tolist(), amax
 
-    scales = struct.unpack("<4f", row[512:528])
-    latent = [e4m3(code) * scales[i // 128] for i, code in enumerate(row[:512])]
-    halves = np.frombuffer(row[528:656], dtype="<u2").astype("<u4")
-    return latent, (halves << 16).view("<f4").tolist()
+    scales, amax = scales_and_amax()
+    expected = np.maximum(amax / np.float32(448), np.float32(2.0**-100))
+    assert scales == expected.tolist() and scales[1] == 2.0**-100  # a row of zeros
+    step.gamma[3] = torch.nan  # does not count
+    scales, amax = scales_and_amax()
+    assert [scales[i] for i in (0, 2, 3, 4)] == (amax / np.float32(448))[[0, 2, 3, 4]].tolist()
+    step.gamma[4] = torch.inf
+    scales, _ = scales_and_amax()
+    assert [scales[i] for i in (0, 2, 3, 4)] == [MAX_GROUP_SCALE] * 4
 
 
 @BACKENDS
-def test_fp8_ds_mla_row_is_the_published_656_bytes(device, backend):
-    step = make_step("fp8_ds_mla", (512, 64), BF16)
+def test_nvfp4_scale_is_the_e4m3_nearest_to_amax_over_6(device, backend):
+    edges = e4m3_edges()
+    ratios = edges[(edges >= 2.0**-9) & (edges <= 448)]
+    ratios = torch.cat([torch.tensor([0.0, 1e-6, 449.0, 1e9]), ratios])
+    step = make_step("nvfp4", (512, 0), FP32, num_tokens=1)
+    step.kv[:], step.scales = 1.0, (0.5, 1.0)
+    for start in range(0, len(ratios), 32):
+        gamma = torch.zeros(32, 16)
+        part = ratios[start : start + 32]
+        gamma[: len(part), 5] = -6 * part * 0.5
+        step.gamma = gamma.flatten()
+        written = step.write(device, backend, eps=0.0)
+        stored = written.cache.layer(1).group_scales.view(torch.uint8).flatten(0, 1)[SLOTS[0]]
+        amax = (gamma.abs().amax(-1) * 2).numpy()
+        ratio = torch.from_numpy(np.clip(amax / np.float32(6), 2.0**-9, 448.0))
+        assert torch.equal(stored.cpu().long(), nearest_e4m3(ratio)[0])
+
+
+@BACKENDS
+def test_nvfp4_error_is_half_a_step_of_its_groups_grid(device, backend):
+    step = make_step("nvfp4", (512, 64), FP32)
+    step.gamma *= torch.logspace(-2, 1, 32).repeat_interleave(16)  # each group its own scale
+    written = step.write(device, backend)
+    latent, rope = decoded(written, list(SLOTS.values()))
+    exact, exact_rope = written.kv_out[REAL].double().split([512, 64], dim=-1)
+    scales = written.cache.layer(1).group_scales.flatten(0, 1).cpu().double()[list(SLOTS.values())]
+    scales = scales.repeat_interleave(16, dim=-1) * np.float32(0.02)
+    size = exact.abs() / scales
+    # 0.5, 1 and 2 apart up to 2, 4 and 6; a scale rounded down by 1/16 at most leaves up to 6.4
+    half_step = 0.25 + 0.25 * (size > 2) + 0.5 * (size > 4)
+    assert size.max() <= 6.4
+    assert ((latent - exact).abs() <= scales * half_step * (1 + 1e-6)).all()
+    amax = exact.unflatten(-1, (32, 16)).abs().amax(-1).repeat_interleave(16, dim=-1)
+    assert (scales <= amax / 6 * (1 + 2.0**-4)).all()  # nor is the grid wider than need be
+    assert ((rope - exact_rope).abs() <= exact_rope.abs() / 16 + 0.03 * 2.0**-10).all()
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_nan_column_harms_itself_or_its_group_where_codes_have_no_nan(device, backend, name):
+    step, slots = make_step(name), list(SLOTS.values())
+    harmed = range(32, 48) if name == "nvfp4" else range(37, 38)
+    step.gamma[37] = 0.0
+    sound, _ = decoded(step.write(device, backend), slots)
+    step.gamma[37] = torch.nan
+    latent, rope = decoded(step.write(device, backend), slots)
+    is_harmed = torch.tensor([column in harmed for column in range(128)])
+    assert latent[:, is_harmed].isnan().all() and rope.isfinite().all()
+    assert torch.equal(latent[:, ~is_harmed], sound[:, ~is_harmed])
+    sanitized, _ = decoded(step.write(device, backend, sanitize=True), slots)
+    assert torch.equal(sanitized, sound)
+
+
+def decode_e4m3(code: int) -> float:
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    if (code & 0x7F) == 0x7F:
+        return np.nan
+    value = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return -value if code & 0x80 else value
+
+
+def decode_e2m1(code: int) -> float:
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    value = mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
+    return -value if code & 8 else value
+
+
+def decode_bf16(raw: bytes) -> list[float]:
+    return (np.frombuffer(raw, dtype="<u2").astype("<u4") << 16).view("<f4").tolist()
+
+
+def decode_656(row, beside, scales):
+    """512 e4m3, 4 little-endian fp32 scales, 64 bf16, as FlashMLA publishes it."""
+    group_scales = struct.unpack("<4f", row[512:528])
+    latent = [decode_e4m3(code) * group_scales[i // 128] for i, code in enumerate(row[:512])]
+    return latent + decode_bf16(row[528:656])
+
+
+def decode_640(row, beside, scales):
+    """512 e4m3, 64 bf16; one fp32 scale beside them."""
+    (scale,) = struct.unpack("<f", beside)
+    return [decode_e4m3(code) * scale for code in row[:512]] + decode_bf16(row[512:640])
+
+
+def decode_352(row, beside, scales):
+    """512 e2m1, the even column in the low half of a byte; 32 e4m3 scales; 64 e4m3."""
+    latent_scale, rope_scale = (float(np.float32(scale)) for scale in scales)
+    codes = [code for byte in row[:256] for code in (byte & 15, byte >> 4)]
+    group_scales = [decode_e4m3(code) for code in row[256:288]]
+    latent = [
+        decode_e2m1(code) * group_scales[i // 16] * latent_scale for i, code in enumerate(codes)
+    ]
+    return latent + [decode_e4m3(code) * rope_scale for code in row[288:352]]
+
+
+DECODERS = {"fp8_ds_mla": decode_656, "fp8_token": decode_640, "nvfp4": decode_352}
+
+
+def raw_row(cache, layer, slot):
+    """A token's bytes by their place in the one allocation: rows of all layers, then scales."""
+    row_bytes = {"fp8_ds_mla": 656, "fp8_token": 640, "nvfp4": 352}[cache.format.name]
+    slots_per_layer = cache.num_pages * cache.page_size
+    index, num_rows = layer * slots_per_layer + slot, cache.num_layers * slots_per_layer
+    raw = bytes(cache.buffer.tolist())
+    start = num_rows * row_bytes + 4 * index
+    return raw[index * row_bytes : (index + 1) * row_bytes], raw[start : start + 4]
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", DECODERS)
+def test_rows_decode_from_their_bytes_to_what_is_gathered(device, backend, name):
+    step = make_step(name, (512, 64), BF16)
     step.gamma *= torch.logspace(-3, 2, 4).repeat_interleave(128)  # four different scales
     step.kv[2, 9] = torch.nan
     written = step.write(device, backend)
     batch = PagedBatch(*step.batch, device=device)
     gathered = gather_kv(written.cache.view(1, batch), dtype=FP32, backend=backend).cpu()
-    rows, _ = rows_of(written, list(SLOTS.values()))
-    assert rows.shape[1] == 656
     places = [(0, 3), (0, 4), (0, 5), (2, 2), (2, 3)]
     for token, (request, position) in enumerate(places):
-        latent, rope = decode_656(bytes(rows[token].tolist()))
-        expected = torch.tensor(latent + rope, dtype=FP32)
-        assert torch.equal(gathered[request, position].nan_to_num(7.0), expected.nan_to_num(7.0))
+        raw = raw_row(written.cache, 1, SLOTS[token])
+        expected = torch.tensor(DECODERS[name](*raw, step.scales), dtype=FP32)
+        got = gathered[request, position]
+        assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
         exact = written.kv_out[token].float()
         assert exact.isnan().any() == (token == 2) == expected.isnan().any()
-        if token != 2:
+        if token != 2 and name == "fp8_ds_mla":  # of the others errors are bounded above
             torch.testing.assert_close(expected[:512], exact[:512], rtol=1 / 15, atol=1e-4)
+        if token != 2 and name != "nvfp4":
             assert torch.equal(expected[512:], exact[512:])  # bf16 in, bf16 out
 
 
@@ -424,15 +467,17 @@ def test_fp8_ds_mla_row_is_the_published_656_bytes(device, backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("name, dims", [("bf16", (128, 32)), ("fp8_ds_mla", (384, 48))])
-def test_only_the_slots_of_new_tokens_change(device, backend, name, dims):
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("dims", [(128, 32), (384, 48)], ids=["whole rows", "padded rows"])
+def test_only_the_slots_of_new_tokens_change(device, backend, dims, name):
     step = make_step(name, dims)
     written = step.write(device, backend)
     own, others = rows_of(written, list(SLOTS.values()))
     assert (others == CANARY).all()
     end = field_bytes(step.fmt)
-    assert (own[:, end:] == CANARY).all()
+    assert (own[:, end : step.fmt.row_bytes] == CANARY).all()
     assert (own[:, :end] != CANARY).double().mean() > 0.95
+    assert (own[:, step.fmt.row_bytes :] != CANARY).any(-1).all() or not step.fmt.token_scaled
     assert len({tuple(row.tolist()) for row in own}) == len(SLOTS)
 
 
@@ -442,11 +487,10 @@ def test_padding_gives_zero_rows_and_is_never_read_into_others(device, backend):
     sound = step.write(device, backend)
     step.kv[PADDING] = torch.nan
     step.q_rope[PADDING] = torch.inf
-    positions = torch.zeros(NUM_TOKENS, dtype=torch.int32)
-    positions[: len(POSITIONS)] = torch.tensor(POSITIONS)
-    positions[PADDING] = 2**31 - 1
-    for options in [{}, {"positions": positions.to(device)}]:
-        padded = step.write(device, backend, **options)
+    positions = torch.full((NUM_TOKENS,), 2**31 - 1, dtype=torch.int32)
+    positions[REAL] = torch.tensor(POSITIONS, dtype=torch.int32)
+    for given in (None, positions):
+        padded = replace(step, positions=given).write(device, backend)
         same(padded, sound)
         assert (padded.kv_out[PADDING] == 0).all() and (padded.q_rope[PADDING] == 0).all()
 
@@ -463,7 +507,7 @@ def test_token_past_its_row_of_the_page_table_is_padding(device, backend, num_mo
         view, kv, step.freqs.to(device), step.gamma.to(device),
         q_rope=q_rope, q_rope_out=q_rope, kv_out=kv, backend=backend,
     )  # fmt: skip
-    assert (cache.storage == CANARY).all() and (kv == 0).all() and (q_rope == 0).all()
+    assert (cache.buffer == CANARY).all() and (kv == 0).all() and (q_rope == 0).all()
 
 
 @BACKENDS
@@ -483,7 +527,7 @@ def test_step_without_tokens_writes_nothing(device, backend, batch, num_tokens):
 
 
 @BACKENDS
-@pytest.mark.parametrize("name", ["fp16", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", ["fp16", "fp8", "fp8_token", "fp8_ds_mla", "nvfp4"])
 def test_rows_do_not_depend_on_pages_or_page_size(device, backend, name):
     """20 cached tokens and 3 new: pages that end before, within and after them."""
     step = make_step(name, num_tokens=5)
@@ -514,71 +558,174 @@ def test_row_does_not_depend_on_its_neighbours_and_repeats(device, backend):
     assert torch.equal(alone.q_rope[0], together.q_rope[1])
 
 
-def test_addresses_past_two_to_the_31_bytes(device):
-    """3.8 million fp8 slots of 576 bytes; the last pages are past what int32 counts."""
-    fmt, page_size = CacheFormat("fp8"), 64
-    num_pages = 2**31 // (page_size * fmt.row_bytes) + 1000
+@BACKENDS
+@pytest.mark.parametrize(
+    "name, dtype", [*zip(FORMAT_NAMES, itertools.cycle([torch.int32, torch.int64]))], ids=str
+)
+def test_slot_mapping_gives_the_bytes_of_the_batch_that_it_stands_for(device, backend, name, dtype):
+    step = make_query_step(name)
+    paged = step.write(device, backend)
+    by_slots(step)
+    step.slot_mapping = step.slot_mapping.to(dtype)
+    step.positions = step.positions.to(dtype)
+    assert isinstance(step.target(paged.cache), LayerPages)
+    same(step.write(device, backend), paged)
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slot_outside_the_cache_is_padding(device, backend, dtype):
+    """Just outside, and where an int32 product of slot and row would come back inside."""
+    step, num_slots = make_query_step("fp8_token"), NUM_PAGES * PAGE_SIZE
+    step.positions = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+    outside = [-1, -2, num_slots, num_slots + 1, 2**31 - 1, -(2**31)]
+    if dtype == torch.int64:
+        outside[4:] = [2**32, -(2**32)]
+    step.slot_mapping = torch.tensor([0, num_slots - 1, *outside, 5], dtype=dtype)
+    written = step.write(device, backend)
+    own, others = rows_of(written, [0, num_slots - 1, 5])
+    assert (others == CANARY).all() and (own != CANARY).any(-1).all()
+    for out in written.outs.values():
+        assert (out[2:8] == 0).all() and (out[[0, 1, 8]] != 0).any(-1).all()
+
+
+@BACKENDS
+def test_slot_mapping_needs_no_positions_and_no_table_without_rope(device, backend):
+    step = make_step("fp8", (128, 0))
+    paged = step.write(device, backend)
+    by_slots(step)
+    step.positions = step.freqs = None
+    same(step.write(device, backend), paged)
+
+
+@BACKENDS
+def test_step_of_slots_without_tokens_writes_nothing(device, backend):
+    step = make_step(num_tokens=0, num_heads=2)
+    step.slot_mapping = step.positions = torch.zeros(0, dtype=torch.int64)
+    assert (step.write(device, backend).storage == CANARY).all()
+
+
+BAD_SLOTS = {
+    "positions missing": (
+        {"positions": None},
+        ArgumentError,
+        r"positions: want \[T\] with slot_mapping, got None",
+    ),
+    "dims": (
+        {"slot_mapping": torch.zeros(8).long()},
+        ShapeMismatchError,
+        r"slot_mapping: want \[T=9\], got \[8\]",
+    ),
+    "dtype": (
+        {"slot_mapping": torch.zeros(9)},
+        UnsupportedDtypeError,
+        "slot_mapping: want int32 or int64, got torch.float32",
+    ),
+    "strides": (
+        {"slot_mapping": torch.zeros(18).long()[::2]},
+        LayoutError,
+        r"slot_mapping: want contiguous, got strides \[2\]",
+    ),
+    "device": (
+        {"slot_mapping": torch.zeros(9, device="meta").long()},
+        DeviceError,
+        "slot_mapping: want device .*, got meta",
+    ),
+    "neither slots nor batch": (
+        {"slot_mapping": None},
+        ArgumentError,
+        r"slot_mapping: want it with PagedKVCache.layer\(...\) and without a batch, or neither",
+    ),
+    "freqs missing": ({"freqs": None}, ArgumentError, r"freqs: want \[any, R=32\], got None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SLOTS)
+def test_bad_slot_mapping_is_named_and_changes_nothing(device, case):
+    assert_refused(by_slots(make_step("fp8", num_heads=2)), device, *BAD_SLOTS[case])
+
+
+def test_slot_mapping_with_a_batch_is_refused(device):
+    step = make_step("fp8")
+    slots = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+    message = r"slot_mapping: want it with PagedKVCache.layer\(...\) and without a batch"
+
+    def view(cache):
+        return cache.view(0, PagedBatch(*step.batch, device=device))
+
+    assert_refused(step, device, {"slot_mapping": slots}, ArgumentError, message, target=view)
+
+
+@pytest.fixture
+def untouched_memory(monkeypatch):
+    """``torch.empty`` as it comes: what nobody writes to costs nothing."""
+    monkeypatch.setattr(torch, "empty", torch.empty.__wrapped__)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_token", "fp8_ds_mla", "nvfp4"])
+def test_addresses_past_two_to_the_31_bytes(device, untouched_memory, name):
+    """4 million slots, or of nvfp4 6 million; the last pages are past what int32 counts."""
+    fmt, page_size = CacheFormat(name), 64
+    num_pages = max(4_000_000, 2**31 // fmt.row_bytes + 64_000) // page_size
+    assert (num_pages - 100) * page_size * fmt.row_bytes > 2**31
     cache = PagedKVCache(fmt, num_layers=1, num_pages=num_pages, page_size=page_size, device=device)
-    kv, gamma = torch.randn(2, 576, device=device), torch.ones(512, device=device)
-    y = torch.nn.functional.rms_norm(kv[:, :512].double(), (512,)).float()
-    for backend, last in [("triton", num_pages - 1), ("reference", num_pages - 2)]:
-        cache.storage[0, last].fill_(CANARY)
-        batch = PagedBatch([0, 2], [62], [[last]], device=device)
-        view = cache.view(0, batch)
-        write_kv(view, kv, rope_freqs(64, 64, device=device), gamma, backend=backend)
-        page = cache.storage[0, last]
-        assert (page[:62] == CANARY).all() and (page[62:] != CANARY).double().mean() > 0.9
-        dense = gather_kv(view, start=62, length=2, dtype=FP32, backend=backend)
-        torch.testing.assert_close(dense[0, :, :512], y, rtol=1 / 15, atol=2.0**-9)
-        copy_pages(cache, cache, [last], [0], backend=backend)
-        assert torch.equal(cache.storage[0, 0], page)
-        copy_pages(cache, cache, [0], [last - 5], backend=backend)
-        assert torch.equal(cache.storage[0, last - 5], page)
+    step = replace(make_step(name, (512, 64), num_tokens=2), scales=(1.0, 1.0))
+    step.page_size, step.num_pages, step.batch = page_size, 1, ([0, 2], [62], [[0]])
+    step.freqs = rope_freqs(64, 64)
+    expected = step.write("cpu", "reference", layer=0)
+    dense = gather_kv(step.target(expected.cache, 0), start=62, length=2, dtype=FP32)
+    last, arguments = num_pages - 1, step.arguments(device)
+    slots = torch.tensor([62, 63], dtype=torch.int32, device=device)
+
+    def page_bytes(page):
+        beside = [] if cache.token_scales is None else [cache.token_scales[0, page, :, None]]
+        parts = [part.view(torch.uint8) for part in (cache.storage[0, page], *beside)]
+        return torch.cat(parts, dim=-1).cpu()
+
+    def clear(page):
+        cache.storage[0, page] = CANARY
+        if cache.token_scales is not None:
+            cache.token_scales[0, page].view(torch.uint8).fill_(CANARY)
+
+    for page, backend in [(last, "triton"), (last - 1, "reference")]:
+        clear(page)
+        view = cache.view(0, PagedBatch([0, 2], [62], [[page]], device=device))
+        write_kv(view, **arguments, backend=backend)
+        assert torch.equal(page_bytes(page), expected.storage[0, 0])
+        gathered = gather_kv(view, start=62, length=2, dtype=FP32, backend=backend)
+        assert torch.equal(gathered.cpu(), dense)
+        for other in (0, last - 5):
+            copy_pages(cache, cache, [page], [other], backend=backend)
+            assert torch.equal(page_bytes(other), expected.storage[0, 0])
+        clear(last - 2)
+        by_slot = {"slot_mapping": (last - 2) * page_size + slots, "positions": slots}
+        write_kv(cache.layer(0), **{**arguments, **by_slot}, backend=backend)
+        assert torch.equal(page_bytes(last - 2), expected.storage[0, 0])
 
 
-# ---- the query, kv_out, positions
+def spread(arguments, name, far, start, strides):
+    """Put an argument into ``far`` with these strides; where the next may start."""
+    near = arguments[name]
+    arguments[name] = far.as_strided(near.shape, strides, start).copy_(near)
+    return start + near.numel()
 
 
-@BACKENDS
-@pytest.mark.parametrize("rope_style", ["interleaved", "half"])
-def test_query_is_rotated_from_and_into_packed_columns(device, backend, rope_style):
-    step = make_step("bf16", num_heads=3)
-    expected = step.write(device, backend, rope_style=rope_style).q_rope.to(device)
-    rope_dim, latent_dim = step.fmt.rope_dim, step.fmt.kv_lora_rank
-    nope_and_rope = torch.full((NUM_TOKENS, 3, 16 + rope_dim), 7.0, dtype=BF16, device=device)
-    nope_and_rope[..., 16:] = step.q_rope.to(device)
-    packed = torch.full((NUM_TOKENS, 3, latent_dim + rope_dim), 7.0, dtype=BF16, device=device)
-    view = step.new_cache(device).view(0, PagedBatch(*step.batch, device=device))
-    kv, freqs, gamma = step.kv.to(device), step.freqs.to(device), step.gamma.to(device)
-
-    def rotate(q_rope, q_rope_out):
-        write_kv(
-            view, kv, freqs, gamma,
-            q_rope=q_rope, q_rope_out=q_rope_out, rope_style=rope_style, backend=backend,
-        )  # fmt: skip
-
-    rotate(nope_and_rope[..., 16:], packed[..., latent_dim:])
-    assert torch.equal(packed[..., latent_dim:], expected)
-    assert (packed[..., :latent_dim] == 7).all() and (nope_and_rope[..., :16] == 7).all()
-    assert torch.equal(nope_and_rope[..., 16:], step.q_rope.to(device))
-    rotate(nope_and_rope[..., 16:], nope_and_rope[..., 16:])
-    assert torch.equal(nope_and_rope[..., 16:], expected) and (nope_and_rope[..., :16] == 7).all()
-    head_major = step.q_rope.to(device).transpose(0, 1).contiguous().transpose(0, 1)
-    rotate(head_major, head_major)
-    assert torch.equal(head_major, expected)
+def test_rows_of_every_tensor_may_lie_past_two_to_the_31_elements(device, untouched_memory):
+    """Three tokens or heads 2**30 elements apart: strides fit an int32, the last place does not."""
+    step = make_query_step("bf16", num_tokens=3)
+    expected = step.write("cpu", "reference")
+    arguments = step.arguments(device)
+    far, start = torch.empty(2**31 + 8192, dtype=BF16, device=device), 0
+    for name in ("kv", "kv_out", "q_latent", "q_latent_out", "q_rope", "q_nope_out"):
+        start = spread(arguments, name, far, start, (2**30, *arguments[name].stride()[1:]))
+    for name in ("q_rope_out", "q_nope"):
+        start = spread(arguments, name, far, start, (arguments[name].shape[-1], 2**30, 1))
+    cache = step.new_cache(device)
+    write_kv(step.target(cache), **arguments, backend="triton")
+    same(written(cache, arguments), expected)
 
 
-@BACKENDS
-@pytest.mark.parametrize("num_heads", [0, 1, 129])  # none; one; one more than 2 blocks of heads
-def test_query_may_have_any_number_of_heads(device, backend, num_heads):
-    step = make_step("bf16", (128, 32), num_tokens=2)
-    step.batch = ([0, 2], [3], [[1, 2]])
-    step.q_rope = torch.randn(2, num_heads, 32).to(BF16)
-    got = step.write(device, backend).q_rope
-    x = torch.view_as_complex(step.q_rope.double().unflatten(-1, (-1, 2)))
-    turn = torch.view_as_complex(step.freqs.double().unflatten(-1, (-1, 2)))[3:5, None]
-    expected = torch.view_as_real(x * turn).flatten(-2).to(BF16)
-    torch.testing.assert_close(got, expected)
+# ---- kv_out, positions
 
 
 @BACKENDS
@@ -595,7 +742,7 @@ def test_kv_out_may_be_kv_itself_and_rows_of_a_wider_tensor(device, backend, rop
         cache.view(1, PagedBatch(*step.batch, device=device)), kv, step.freqs.to(device),
         step.gamma.to(device), kv_out=kv, rope_style=rope_style, backend=backend,
     )  # fmt: skip
-    assert torch.equal(cache.storage.cpu(), expected.storage)
+    assert torch.equal(token_bytes(cache), expected.storage)
     assert torch.equal(kv.cpu(), expected.kv_out)
     assert (wide[:, :5] == 7).all() and (wide[:, 5 + row_dim :] == 7).all()
 
@@ -606,12 +753,11 @@ def test_positions_change_the_rotation_and_not_the_slot(device, backend, dtype):
     step = make_step("fp32", num_heads=1)
     plain = step.write(device, backend)
     positions = torch.zeros(NUM_TOKENS, dtype=dtype)
-    positions[: len(POSITIONS)] = (
-        torch.tensor(POSITIONS) + 5
-    )  # and 5 is no multiple of the page size
-    shifted = replace(step, freqs=torch.cat([torch.full((5, 32), torch.nan), step.freqs]))
-    same(shifted.write(device, backend, positions=positions.to(device)), plain)
-    moved = step.write(device, backend, positions=positions.to(device))
+    positions[REAL] = torch.tensor(POSITIONS, dtype=dtype) + 5  # no multiple of the page size
+    later = replace(step, positions=positions)
+    shifted = replace(later, freqs=torch.cat([torch.full((5, 32), torch.nan), step.freqs]))
+    same(shifted.write(device, backend), plain)
+    moved = later.write(device, backend)
     slots = list(SLOTS.values())
     assert torch.equal(decoded(moved, slots)[0], decoded(plain, slots)[0])
     assert not torch.equal(decoded(moved, slots)[1], decoded(plain, slots)[1])
@@ -646,7 +792,7 @@ def test_bare_call_is_complete(device):
     cache = step.new_cache(device)
     view = cache.view(1, PagedBatch(*step.batch, device=device))
     assert write_kv(view, step.kv.to(device), step.freqs.to(device), step.gamma.to(device)) is None
-    assert torch.equal(cache.storage.cpu(), expected.storage)
+    assert torch.equal(token_bytes(cache), expected.storage)
 
 
 def test_reference_runs_in_fp64(device):
@@ -821,36 +967,9 @@ BAD_ARGUMENTS = {
 }
 
 
-def moved(argument, device):
-    """A tensor on another device with the strides that it had, which ``to`` would not keep."""
-    if not isinstance(argument, Tensor) or argument.device.type == "meta":
-        return argument
-    like = {"dtype": argument.dtype, "device": device}
-    return torch.empty_strided(argument.shape, argument.stride(), **like).copy_(argument)
-
-
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_bad_argument_is_named_and_changes_nothing(device, case):
-    spoilt, error, message = BAD_ARGUMENTS[case]
-    step = make_step("fp8", dtype=FP32, num_heads=2)
-    cache = step.new_cache(device)
-    arguments = {
-        "kv": step.kv,
-        "freqs": step.freqs,
-        "gamma": step.gamma,
-        "q_rope": step.q_rope,
-        "q_rope_out": torch.full_like(step.q_rope, 5.0),
-        "kv_out": torch.full_like(step.kv, 5.0),
-    } | spoilt
-    arguments = {name: moved(value, device) for name, value in arguments.items()}
-    tensors = [x for x in arguments.values() if isinstance(x, Tensor) and x.device.type != "meta"]
-    before = [x.clone() for x in tensors]
-    view = cache.view(0, PagedBatch(*step.batch, device=device))
-    with pytest.raises(error, match=message) as raised:
-        write_kv(view, **arguments)
-    assert isinstance(raised.value, KvkernError)
-    assert (cache.storage == CANARY).all()
-    assert all(map(torch.equal, tensors, before))
+    assert_refused(make_step("fp8", dtype=FP32, num_heads=2), device, *BAD_ARGUMENTS[case])
 
 
 def test_output_over_its_input_needs_the_same_strides(device):
@@ -882,81 +1001,3 @@ def test_page_table_that_does_not_fit_the_cache_is_refused(device, table, messag
     cache = make_step().new_cache(device)
     with pytest.raises(ArgumentError, match=message):
         cache.view(0, PagedBatch(OFFSETS, LENGTHS, table, device=device))
-
-
-# ---- on the card
-
-
-@contextmanager
-def synchronisation_is_an_error():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def gpu_step(name, dims=(512, 64)):
-    step = make_step(name, dims, num_heads=16)
-    device = "cuda"
-    arguments = {
-        "kv": step.kv.to(device),
-        "freqs": step.freqs.to(device),
-        "gamma": step.gamma.to(device),
-        "q_rope": step.q_rope.to(device),
-        "q_rope_out": torch.empty_like(step.q_rope).to(device),
-        "kv_out": torch.empty_like(step.kv).to(device),
-    }
-    return step, step.new_cache(device), arguments
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_ds_mla"])
-def test_call_is_one_kernel_launch_and_allocates_nothing(name):
-    step, cache, arguments = gpu_step(name)
-    view = cache.view(0, PagedBatch(*step.batch, device="cuda"))
-    write_kv(view, **arguments)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        write_kv(view, **arguments)
-        torch.cuda.synchronize()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    launched = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
-    assert len(launched) == 1 and "_write_kv_kernel" in launched[0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_ds_mla"])
-def test_replayed_graph_equals_eager_after_lengths_and_pages_change(name):
-    step, cache, arguments = gpu_step(name)
-    batch = PagedBatch.static(
-        max_requests=5, max_tokens=9, max_pages=3, max_query_len=4, max_seq_len=12, device="cuda"
-    )
-    batch.refill([0, 1], [0], [[0]])
-    view = cache.view(1, batch)
-    write_kv(view, **arguments)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), synchronisation_is_an_error():
-        write_kv(view, **arguments)
-    for offsets, lengths, table in [step.batch, ([0, 4, 5], [0, 11], [[6, 0, -1], [4, 1, 5]])]:
-        cache.storage.fill_(CANARY)
-        for out in ("q_rope_out", "kv_out"):
-            arguments[out].fill_(torch.nan)
-        batch.refill(offsets, lengths, table)
-        graph.replay()
-        expected = replace(step, batch=(offsets, lengths, table)).write("cpu", "reference")
-        replayed = Written(
-            cache.storage.cpu(), arguments["q_rope_out"].cpu(), arguments["kv_out"].cpu(), cache
-        )
-        same(replayed, expected)
-
-
-@pytest.mark.gpu
-def test_batch_that_only_the_device_knows_is_written_alike():
-    step, cache, arguments = gpu_step("fp8_ds_mla")
-    tensors = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in step.batch]
-    with synchronisation_is_an_error():
-        write_kv(cache.view(1, PagedBatch(*tensors)), **arguments)
-    assert torch.equal(cache.storage.cpu(), step.write("cpu", "reference").storage)
