@@ -193,7 +193,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "sm_mhz": int(sm_mhz) if sm_mhz.isdigit() else None,
         "torch": torch.__version__,
         "triton": triton_version,
-        "commit": _output([*git, "--abbrev=40"]) or os.environ.get("KVKERN_COMMIT", "unknown"),
+        "commit": os.environ.get("KVKERN_COMMIT") or _output([*git, "--abbrev=40"]) or "unknown",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

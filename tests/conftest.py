@@ -39,7 +39,7 @@ def pytest_terminal_summary(terminalreporter, config):
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": _installed_version("triton"),
-        "commit": commit or os.environ.get("KVKERN_COMMIT", "unknown"),
+        "commit": os.environ.get("KVKERN_COMMIT") or commit or "unknown",
         **{
             outcome: len(terminalreporter.stats.get(outcome, []))
             for outcome in ("passed", "failed", "error", "skipped")

@@ -208,7 +208,8 @@ def _check(
 ) -> None:
     """What the docstring of ``write_kv`` asks."""
     fmt = pages.format
-    sizes = Sizes(pages.device, L=fmt.kv_lora_rank, R=fmt.rope_dim, K=fmt.row_dim)
+    dims = {"L": fmt.kv_lora_rank, "R": fmt.rope_dim, "K": fmt.row_dim, "1": 1}
+    sizes = Sizes(pages.device, **dims)
     sizes.match("kv", kv, "T K", *FLOATS64, strides="rows")
     sizes.match("gamma", gamma, "L", *FLOATS64)
     if freqs is not None:
@@ -219,7 +220,7 @@ def _check(
         sizes.match("kv_out", kv_out, "T K", kv.dtype, strides="rows")
         _check_in_place_or_apart("kv_out", kv_out, kv)
     has_fp8_out = False
-    for name, q, out, dims in (
+    for name, q, out, q_dims in (
         ("q_rope", q_rope, q_rope_out, "T H R"),
         ("q_nope", q_nope, q_nope_out, "T H M"),
     ):
@@ -227,8 +228,8 @@ def _check(
             raise ArgumentError(f"{name}, {name}_out: want both or neither")
         if q is not None and out is not None:
             out_dtypes = (kv.dtype,) if q_scale is None else (_E4M3,)
-            sizes.match(name, q, dims, kv.dtype, strides="rows")
-            sizes.match(f"{name}_out", out, dims, *out_dtypes, strides="rows")
+            sizes.match(name, q, q_dims, kv.dtype, strides="rows")
+            sizes.match(f"{name}_out", out, q_dims, *out_dtypes, strides="rows")
             _check_in_place_or_apart(f"{name}_out", out, q)
             has_fp8_out |= out.dtype == _E4M3
     if q_scale is not None:

@@ -109,12 +109,13 @@ def test_formats_without_layer_scales_refuse_them(device, name):
 @pytest.mark.parametrize(
     "scale, message",
     [
-        (0.0, "want finite and > 0, got 0.0"),
-        (-1.0, "want finite and > 0, got -1.0"),
-        (float("nan"), "want finite and > 0, got nan"),
-        (float("inf"), "want finite and > 0, got inf"),
-        (1e-60, "want finite and > 0, got 1e-60"),  # 0 in fp32
-        ([1.0, 1.0, 0.0], r"want finite and > 0, got \[1.0, 1.0, 0.0\]"),
+        (0.0, "want finite and > 0, with a finite inverse, got 0.0"),
+        (-1.0, "want finite and > 0, with a finite inverse, got -1.0"),
+        (float("nan"), "want finite and > 0, with a finite inverse, got nan"),
+        (float("inf"), "want finite and > 0, with a finite inverse, got inf"),
+        (1e-60, "want finite and > 0, with a finite inverse, got 1e-60"),  # 0 in fp32
+        (1e-39, "want finite and > 0, with a finite inverse, got 1e-39"),  # 1 / 1e-39 is not
+        ([1.0, 1.0, 0.0], r"want finite and > 0, with a finite inverse, got \[1.0, 1.0, 0.0\]"),
         ([1.0, 2.0], r"want one value or one per layer \(3\), got \[2\]"),
     ],
 )

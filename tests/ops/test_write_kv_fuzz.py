@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -29,13 +28,16 @@ ON_A_CARD = torch.cuda.is_available()
 FLOATS = [BF16, FP16, FP32]
 
 
-@dataclass
 class Arguments:
     """Tensors as views of wider ones, which hold CANARY in all other places."""
 
-    rng: random.Random
-    bases: list[Tensor] = field(default_factory=list)
-    views: dict[str, tuple] = field(default_factory=dict)  # name -> base, shape, strides, start
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.bases: list[Tensor] = []
+        self.views: dict[str, tuple] = {}  # name -> base, shape, strides, start
+
+    def __repr__(self) -> str:
+        return repr(self.views)
 
     def place(self, columns: dict[str, int], rows: tuple[int, ...], dtype: torch.dtype) -> None:
         """Lay ``[*rows, width]`` tensors side by side in a wider one, tokens or heads first."""
@@ -81,7 +83,7 @@ def random_values(rng, shape, dtype, is_wide):
     extremes = [math.nan, math.inf, -math.inf, 1e4, 448.0, -0.0]
     if is_wide:
         extremes += [info.max, -info.max, info.tiny]
-    if is_wide and (ON_A_CARD or dtype != BF16):  # see draw_call
+    if is_wide and (ON_A_CARD or dtype != BF16):  # see RandomCall
         extremes += [info.tiny / 8, -info.tiny / 4]
     values = (torch.randn(shape) * rng.choice([1.0, 1e-3, 30.0])).to(dtype)
     if values.numel():
@@ -115,23 +117,45 @@ def random_slots(rng, num_tokens, num_slots):
     return torch.tensor(slots, dtype=rng.choice([torch.int32, torch.int64]))
 
 
-@dataclass
 class RandomCall:
     """One call drawn from all that the contract allows."""
 
-    choices: dict  # what was drawn, for the message of a failure
-    options: dict
-    batch: tuple | None  # None: by slot mapping
-    arguments: Arguments
-    in_place: dict[str, str]  # output -> input
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        torch.manual_seed(seed)
+        choice = self.rng.choice
+        name = FORMAT_NAMES[seed % len(FORMAT_NAMES)]  # no format is left to luck
+        self.format = CacheFormat(name, choice([128, 256, 512]), choice([0, 32, 64]))
+        self.scales = choice([(1.0, 1.0), (0.013, 0.7)]) if self.format.layer_scaled else (1.0, 1.0)
+        self.page_size = choice([1, 3, 16, 64])
+        self.dtype, self.gamma_dtype, self.q_gamma_dtype = (choice(FLOATS) for _ in range(3))
+        self.options = {
+            "eps": choice([0.0, 1e-6, 1.0]),
+            "rope_style": choice(["interleaved", "half"]),
+            "rounding": choice(["once", "hf"]),
+            "sanitize": choice([True, False]),
+        }
+        # The interpreter cannot read bf16 subnormals, which this rounding makes of huge ratios.
+        is_bf16 = BF16 in (self.gamma_dtype, self.q_gamma_dtype)
+        self.is_wide = ON_A_CARD or not (is_bf16 and self.options["rounding"] == "hf")
+        self.arguments = Arguments(self.rng)
+        self.in_place: dict[str, str] = {}  # output -> input
+        self.batch, self.num_pages = random_batch(self.rng, self.page_size)
+        self.num_tokens = self.batch[0][-1] + choice([0, 0, 1, 3])
+        self._draw_places()
+        self._draw_row()
+        self._draw_query()
+        self._draw_query_latent()
+
+    def __str__(self) -> str:
+        drawn = {name: value for name, value in vars(self).items() if name != "rng"}
+        return ", ".join(f"{name}={value}" for name, value in drawn.items())
 
     def write(self, device, backend):
         """Every byte that the call could reach, on the CPU, by name."""
-        choices = self.choices
         cache = PagedKVCache(
-            choices["format"], num_layers=2, num_pages=choices["num_pages"],
-            page_size=choices["page_size"], device=device,
-            latent_scale=choices["scales"][0], rope_scale=choices["scales"][1],
+            self.format, num_layers=2, num_pages=self.num_pages, page_size=self.page_size,
+            device=device, latent_scale=self.scales[0], rope_scale=self.scales[1],
         )  # fmt: skip
         cache.buffer.fill_(CANARY)
         bases, arguments = self.arguments.on(device)
@@ -148,85 +172,70 @@ class RandomCall:
             reached["+".join(names)] = base
         return {name: bits(base.cpu()) for name, base in reached.items()}
 
+    def _draw_places(self):
+        """By pages or by slots, at the batch's positions or others, with a table for them."""
+        rng, rope_dim = self.rng, self.format.rope_dim
+        num_positions = max([0, *(cached + 3 for cached in self.batch[1])])
+        by_slots = rng.random() < 0.3
+        if by_slots:
+            slots = random_slots(rng, self.num_tokens, self.num_pages * self.page_size)
+            self.arguments.place_values("slot_mapping", slots)
+            self.batch = None
+        if rng.random() < 0.3 or (by_slots and rope_dim):
+            positions = torch.randint(-1, num_positions + 2, (self.num_tokens,))
+            dtype = rng.choice([torch.int32, torch.int64])
+            self.arguments.place_values("positions", positions.to(dtype))
+        if rope_dim:
+            freqs = rope_freqs(num_positions, rope_dim)
+            dtype = rng.choice([*FLOATS, torch.float64])
+            self.arguments.place_values("freqs", freqs.to(dtype))
 
-def draw_call(seed):
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    name = FORMAT_NAMES[seed % len(FORMAT_NAMES)]  # no format is left to luck
-    fmt = CacheFormat(name, rng.choice([128, 256, 512]), rng.choice([0, 32, 64]))
-    dtype, gamma_dtype, q_gamma_dtype = (rng.choice(FLOATS) for _ in range(3))
-    options = {
-        "eps": rng.choice([0.0, 1e-6, 1.0]),
-        "rope_style": rng.choice(["interleaved", "half"]),
-        "rounding": rng.choice(["once", "hf"]),
-        "sanitize": rng.random() < 0.4,
-    }
-    # The interpreter cannot read bf16 subnormals, which this rounding makes of huge ratios.
-    rounds_to_bf16 = options["rounding"] == "hf" and BF16 in (gamma_dtype, q_gamma_dtype)
-    is_wide = ON_A_CARD or not rounds_to_bf16
-    page_size = rng.choice([1, 3, 16, 64])
-    batch, num_pages = random_batch(rng, page_size)
-    num_tokens = batch[0][-1] + rng.choice([0, 0, 1, 3])
-    num_positions = max([0, *(c + 3 for c in batch[1])])
-    arguments, in_place = Arguments(rng), {}
+    def _draw_row(self):
+        self._place("kv", (self.num_tokens,), self.format.row_dim)
+        self._place_gamma("gamma", self.format.kv_lora_rank, self.gamma_dtype)
+        kv_out = self.rng.choice(["none", "apart", "in place"])
+        if kv_out == "apart":
+            columns = {"kv_out": self.format.row_dim}
+            self.arguments.place(columns, (self.num_tokens,), self.dtype)
+        elif kv_out == "in place":
+            self.in_place["kv_out"] = "kv"
 
-    by_slots = rng.random() < 0.3
-    if by_slots:
-        slots = random_slots(rng, num_tokens, num_pages * page_size)
-        arguments.place_values("slot_mapping", slots)
-        batch = None
-    has_positions = rng.random() < 0.3 or (by_slots and fmt.rope_dim > 0)
-    if has_positions:
-        positions = torch.randint(-1, num_positions + 2, (num_tokens,))
-        dtype_of_positions = rng.choice([torch.int32, torch.int64])
-        arguments.place_values("positions", positions.to(dtype_of_positions))
+    def _draw_query(self):
+        """Rope columns, nope columns or both: in place, or packed in either order, or in e4m3."""
+        rng, rows = self.rng, (self.num_tokens, self.rng.randrange(6))
+        widths = {"q_rope": self.format.rope_dim, "q_nope": rng.choice([5, 24, 64, 512])}
+        names = rng.choice([["q_rope", "q_nope"], ["q_nope", "q_rope"], ["q_rope"], ["q_nope"], []])
+        for name in names:
+            self._place(name, rows, widths[name])
+        how = rng.choice(["packed", "in place", "e4m3"]) if names else "absent"
+        if how == "in place":
+            self.in_place.update({f"{name}_out": name for name in names})
+        elif how != "absent":
+            packed = {f"{name}_out": widths[name] for name in names}
+            self.arguments.place(packed, rows, E4M3 if how == "e4m3" else self.dtype)
+        if how == "e4m3":
+            q_scale = torch.tensor([rng.choice([1.0, 0.02, 3.7, 2.0**-10])])
+            self.arguments.place_values("q_scale", q_scale)
 
-    def place(name, rows, width):
-        arguments.place({name: width}, rows, dtype)
-        arguments.fill(name, random_values(rng, (*rows, width), dtype, is_wide))
-
-    place("kv", (num_tokens,), fmt.row_dim)
-    arguments.place_values("gamma", random_values(rng, (fmt.kv_lora_rank,), gamma_dtype, is_wide))
-    if fmt.rope_dim:
-        freqs = rope_freqs(num_positions, fmt.rope_dim)
-        arguments.place_values("freqs", freqs.to(rng.choice([*FLOATS, torch.float64])))
-    kv_out = rng.choice(["none", "apart", "in place"])
-    if kv_out == "apart":
-        arguments.place({"kv_out": fmt.row_dim}, (num_tokens,), dtype)
-    elif kv_out == "in place":
-        in_place["kv_out"] = "kv"
-
-    num_heads = rng.randrange(6)
-    widths = {"q_rope": fmt.rope_dim, "q_nope": rng.choice([5, 24, 64, 128])}
-    query = rng.choice([["q_rope", "q_nope"], ["q_nope", "q_rope"], ["q_rope"], ["q_nope"], []])
-    is_fp8 = bool(query) and rng.random() < 0.4
-    for q in query:
-        place(q, (num_tokens, num_heads), widths[q])
-    if is_fp8:
-        q_scale = rng.choice([1.0, 0.02, 3.7, 2.0**-10])
-        arguments.place_values("q_scale", torch.tensor([q_scale]))
-    if not is_fp8 and rng.random() < 0.3:
-        in_place.update({f"{q}_out": q for q in query})
-    elif query:  # one packed tensor
-        packed = {f"{q}_out": widths[q] for q in query}
-        arguments.place(packed, (num_tokens, num_heads), E4M3 if is_fp8 else dtype)
-    q_latent_dim = rng.choice([0, 0, 40, 128, 200])
-    if q_latent_dim:
-        place("q_latent", (num_tokens,), q_latent_dim)
-        q_gamma = random_values(rng, (q_latent_dim,), q_gamma_dtype, is_wide)
-        arguments.place_values("q_gamma", q_gamma)
-        if rng.random() < 0.5:
-            in_place["q_latent_out"] = "q_latent"
+    def _draw_query_latent(self):
+        dim = self.rng.choice([0, 0, 40, 128, 200])
+        if not dim:
+            return
+        self._place("q_latent", (self.num_tokens,), dim)
+        self._place_gamma("q_gamma", dim, self.q_gamma_dtype)
+        if self.rng.random() < 0.5:
+            self.in_place["q_latent_out"] = "q_latent"
         else:
-            arguments.place({"q_latent_out": q_latent_dim}, (num_tokens,), dtype)
+            self.arguments.place({"q_latent_out": dim}, (self.num_tokens,), self.dtype)
 
-    choices = {
-        "seed": seed, "format": fmt, "dtype": dtype, "num_tokens": num_tokens, "batch": batch,
-        "page_size": page_size, "num_pages": num_pages, "num_heads": num_heads,
-        "scales": rng.choice([(1.0, 1.0), (0.013, 0.7)]) if fmt.layer_scaled else (1.0, 1.0),
-        "views": arguments.views, "in_place": in_place, "options": options,
-    }  # fmt: skip
-    return RandomCall(choices, options, batch, arguments, in_place)
+    def _place(self, name, rows, width):
+        self.arguments.place({name: width}, rows, self.dtype)
+        values = random_values(self.rng, (*rows, width), self.dtype, self.is_wide)
+        self.arguments.fill(name, values)
+
+    def _place_gamma(self, name, dim, dtype):
+        gamma = random_values(self.rng, (dim,), dtype, self.is_wide)
+        self.arguments.place_values(name, gamma)
 
 
 SEEDS = 6 * len(FORMAT_NAMES)
@@ -235,13 +244,11 @@ SEEDS = 6 * len(FORMAT_NAMES)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_bytes_equal_the_reference_on_random_calls(device, seed):
     """Whole tensors, so that one byte beside an output, or of an input, would show."""
-    call = draw_call(seed)
+    call = RandomCall(seed)
     expected, got = call.write("cpu", "reference"), call.write(device, "triton")
     for name in expected:
         differs = (expected[name] != got[name]).nonzero().flatten().tolist()
-        assert not differs, (
-            f"{name} differs in {len(differs)} bytes, first {differs[:4]}: {call.choices}"
-        )
+        assert not differs, f"{name} differs in {len(differs)} bytes, first {differs[:4]}: {call}"
 
 
 # ---- batches of every size: more requests than are looked at together, and more than their square
