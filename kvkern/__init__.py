@@ -5,7 +5,7 @@ from kvkern.cache.batch import PagedBatch
 from kvkern.cache.pages import PageAllocator
 from kvkern.cache.prefix import PrefixIndex
 from kvkern.cache.scales import CacheScales, calibrate
-from kvkern.cache.storage import CacheView, PagedKVCache
+from kvkern.cache.storage import CacheView, LayerPages, PagedKVCache
 from kvkern.errors import (
     ArgumentError,
     DeviceError,
@@ -37,6 +37,7 @@ __all__ = [
     "CacheView",
     "DeviceError",
     "KvkernError",
+    "LayerPages",
     "LayoutError",
     "OutOfPagesError",
     "PageAllocator",

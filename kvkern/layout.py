@@ -86,11 +86,11 @@ class CacheFormat:
             )
         scales_offset = self.latent_width * self.latent_dtype.itemsize
         scales_bytes = 0 if self.token_scaled else self.num_groups * self.scale_dtype.itemsize
-        rope_offset = scales_offset + scales_bytes
+        rope_offset = _round_up(scales_offset + scales_bytes, self.rope_dtype.itemsize)
         end = rope_offset + self.rope_dim * self.rope_dtype.itemsize
         object.__setattr__(self, "scales_offset", scales_offset)
         object.__setattr__(self, "rope_offset", rope_offset)
-        object.__setattr__(self, "row_bytes", -(-end // _ROW_ALIGN_BYTES) * _ROW_ALIGN_BYTES)
+        object.__setattr__(self, "row_bytes", _round_up(end, _ROW_ALIGN_BYTES))
 
     @property
     def row_dim(self) -> int:
@@ -158,6 +158,10 @@ class CacheFormat:
     def scale_dtype(self) -> torch.dtype:
         """Of a group's scale."""
         return _KINDS[self.name].scale
+
+
+def _round_up(num_bytes: int, multiple: int) -> int:
+    return -(-num_bytes // multiple) * multiple
 
 
 FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)

@@ -31,7 +31,7 @@ def cast_to(x, DTYPE: tl.constexpr):
     if DTYPE == tl.float32:
         word = x.to(tl.int32, bitcast=True)
         return tl.where(x != x, 0x7FC00000, word).to(tl.int32).to(tl.float32, bitcast=True)
-    elif INTERPRET:
+    elif INTERPRET and DTYPE != tl.float64:
         bits = round_to(x, DTYPE).to(tl.int16, bitcast=True)
         return tl.where(x != x, 0x7FFF, bits).to(tl.int16).to(DTYPE, bitcast=True)
     else:

@@ -721,15 +721,19 @@ def _stride(tensor: Tensor | None, dim: int) -> int:
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
-    """Every format, rotated and rounded both ways, few tokens and many; odd dims; a whole query."""
+    """Every format, rotated and rounded both ways; few tokens and many; odd dims; a whole query."""
     fields = [(name, 512, 64) for name in FORMAT_NAMES]
     fields += [(name, *dims) for name in ("bf16", "fp8_ds_mla") for dims in ((384, 48), (128, 0))]
     styles = [
         {"interleaved": True, "round_hf": False, "sanitize": False},
         {"interleaved": False, "round_hf": True, "sanitize": True},
     ]
-    for (name, *dims), style, num_tokens in itertools.product(fields, styles, (1, 4096)):
+    for (name, *dims), (style, num_tokens) in itertools.product(
+        fields, zip(styles, (1, 4096), strict=True)
+    ):
         yield _shipped(CacheFormat(name, *dims), num_tokens, style, capability)
+    for name in ("bf16", "fp8", "fp8_token", "fp8_ds_mla", "nvfp4"):
+        yield _shipped(CacheFormat(name), 4096, styles[0], capability)
     for name, q_dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
         for num_tokens in (1, 4096):
             yield _shipped(CacheFormat(name), num_tokens, styles[0], capability, q_dtype)

@@ -101,7 +101,7 @@ def write_kv(
     else:
         pages, batch = cache, None
     observer = pages.observer
-    if observer is not None and kv_out is None:
+    if observer is not None and kv_out is None and isinstance(kv, Tensor):
         kv_out = torch.empty_like(kv)
     tensors = (
         kv, freqs, gamma, q_rope, q_rope_out, q_nope, q_nope_out,
@@ -178,9 +178,10 @@ def _check_bounds(
 ) -> None:
     """What changes from step to step."""
     longest = batch.max_seq_len
-    if positions is None and freqs is not None and longest is not None and freqs.shape[0] < longest:
+    num_rows, rope_dim = (0, 0) if freqs is None or positions is not None else freqs.shape
+    if rope_dim and longest is not None and num_rows < longest:
         raise ArgumentError(
-            f"freqs: want at least {longest} rows for the longest sequence, got {freqs.shape[0]}"
+            f"freqs: want at least {longest} rows for the longest sequence, got {num_rows}"
         )
     batch.check_num_tokens("kv", kv.shape[0])
 

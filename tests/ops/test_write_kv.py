@@ -805,6 +805,33 @@ def test_reference_runs_in_fp64(device):
         step.write(device, "triton")
 
 
+@BACKENDS
+@pytest.mark.parametrize("rounding", ["once", "hf"])
+def test_gamma_in_fp64_rounds_nothing_more(device, backend, rounding):
+    step = make_step("fp32", gamma_dtype=FP32)
+    expected = step.write("cpu", "reference")
+    step.gamma = step.gamma.double()
+    same(step.write(device, backend, rounding=rounding), expected)
+
+
+@BACKENDS
+def test_latent_of_an_odd_width_leaves_the_rope_key_where_it_can_be_read(device, backend):
+    step = make_step("fp8_token", (127, 32))
+    expected = step.write("cpu", "reference")
+    written = step.write(device, backend)
+    same(written, expected)
+    _, rope = decoded(written, list(SLOTS.values()))
+    assert torch.equal(rope, written.kv_out[list(SLOTS), 127:].double())
+
+
+@BACKENDS
+def test_table_without_columns_may_be_of_any_length(device, backend):
+    step = make_step("bf16", (128, 0))
+    expected = step.write("cpu", "reference")
+    step.freqs = torch.ones(1, 0)
+    same(step.write(device, backend), expected)
+
+
 # ---- what is refused
 
 
