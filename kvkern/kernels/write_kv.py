@@ -746,7 +746,7 @@ def _shipped(
     capability: int,
     q_dtype: torch.dtype | None = None,
 ) -> KernelConfig:
-    """One variant; with ``q_dtype`` the whole query is packed in it, and its latent normalised."""
+    """One variant; with ``q_dtype`` by slots, and with all of the query, packed in that dtype."""
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(fmt.name, torch.bfloat16)
     pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=64).layer(0)
     kv = torch.empty(num_tokens, fmt.row_dim, dtype=dtype)
@@ -766,7 +766,9 @@ def _shipped(
             q_latent, q_gamma, q_latent, None, q_scale,
         ]  # fmt: skip
         label += "-query"
-    tensors: Any = [kv, freqs, gamma, *query, None, None]
-    batch, gpu = PagedBatch([0, 1], [0], [[0]]), Gpu(capability, num_sms=108)
+    batch = PagedBatch([0, 1], [0], [[0]]) if q_dtype is None else None
+    slots = None if q_dtype is None else torch.empty(num_tokens, dtype=torch.int64)
+    tensors: Any = [kv, freqs, gamma, *query, slots, slots]  # as positions too
+    gpu = Gpu(capability, num_sms=108)
     _, arguments, options = _call(pages, batch, *tensors, eps=1e-6, gpu=gpu, **style)
     return config_of_call(_write_kv_kernel, label, arguments, options, **SMALL_SPILLS)
