@@ -17,7 +17,7 @@ from kvkern import (
     mla_prefill,
     write_kv,
 )
-from kvkern.layout import E2M1_MAX, E4M3_MAX, FormatName
+from kvkern.layout import E4M3_MAX, FormatName
 from kvkern.reference.mla_decode import attend, request_rows
 from kvkern.testing.budget import assert_within_budget
 from kvkern.testing.inputs import POISON, rope_freqs
@@ -212,8 +212,7 @@ class Step:
         fmt = self.case.cache_format
         latent_scale = rope_scale = 1.0
         if fmt.layer_scaled:
-            rope_scale = _REACH / E4M3_MAX
-            latent_scale = rope_scale / E2M1_MAX if fmt.is_packed else rope_scale
+            latent_scale, rope_scale = _REACH / fmt.latent_reach, _REACH / E4M3_MAX
         cache = PagedKVCache(
             fmt, num_layers=1, num_pages=self.page_table.size, page_size=PAGE_SIZE,
             device=self.device, latent_scale=latent_scale, rope_scale=rope_scale,

@@ -117,6 +117,11 @@ class CacheFormat:
         return E2M1_MAX if self.is_packed else torch.finfo(self.latent_dtype).max
 
     @property
+    def latent_reach(self) -> float:
+        """The largest finite latent that a row holds, before the layer's scale."""
+        return self.latent_max * (torch.finfo(self.scale_dtype).max if self.group_scaled else 1.0)
+
+    @property
     def rope_dtype(self) -> torch.dtype:
         return _KINDS[self.name].rope
 

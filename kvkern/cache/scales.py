@@ -120,7 +120,7 @@ class ScaleObserver:
                 and infinities.
         """
         fmt = replace(self._format, name=format_name)
-        largest = torch.tensor([_largest_latent(fmt), torch.finfo(fmt.rope_dtype).max])
+        largest = torch.tensor([fmt.latent_reach, torch.finfo(fmt.rope_dtype).max])
         amax = self.amax.cpu()
         if fmt.rope_dim == 0:  # nothing to scale: 1
             amax[:, 1] = largest[1] / self._headroom
@@ -171,8 +171,3 @@ def calibrate(cache: PagedKVCache, headroom: float = 2.0) -> Iterator[ScaleObser
         yield observer
     finally:
         cache._layers = layers
-
-
-def _largest_latent(fmt: CacheFormat) -> float:
-    """The largest finite latent that a row holds, before the layer's scale."""
-    return fmt.latent_max * (torch.finfo(fmt.scale_dtype).max if fmt.group_scaled else 1)

@@ -80,9 +80,8 @@ class PagedKVCache:
         device: where the pages live. With ``pin_memory`` (CPU only) they are page-locked, as a
             target for ``copy_pages`` from a GPU.
         latent_scale, rope_scale: fp8 and nvfp4 only: real value = stored value * scale; one value,
-            or one per layer (a tensor too); finite, > 0 and with a finite inverse. Other formats
-            refuse anything but 1.
-            ``kvkern.calibrate`` finds them.
+            or one per layer (a tensor too); finite, > 0 and with a finite inverse.
+            ``kvkern.calibrate`` finds them. Other formats refuse anything but 1.
 
     ``storage`` is ``uint8 [num_layers, num_pages, page_size, row_bytes]``; ``token_scales``, for
     fp8_token, fp32 ``[num_layers, num_pages, page_size]``. Both lie in ``buffer``, the one

@@ -1,8 +1,8 @@
 """Launching a compiled kernel again, for what its arguments are and no more.
 
-``kernel[grid](...)`` looks at every argument to find which compiled variant it needs: tens of
-microseconds for a kernel with many. A caller that knows that nothing but addresses and a few
-counts has changed since the last call keeps a ``Launch`` and pays for those.
+``kernel[grid](...)`` looks at every argument, every time, to find which compiled variant it needs.
+A caller that knows that nothing but addresses and a few counts has changed since the last call
+keeps a ``Launch``, which looks at none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ import triton
 
 
 class Launch:
-    """One compiled variant with its grid, and its arguments from the second half on.
+    """One compiled variant with its grid, and all of its arguments that do not vary.
 
     The kernel's parameters are ``addresses``, ``counts`` (which must not be specialised on) and
     the fixed rest, in this order. Triton's launch hooks are not called.

@@ -41,7 +41,7 @@ def row_fields(pages: LayerPages, gpu: Gpu) -> dict[str, Any]:
         "BLOCK_R": max(power_of_two(fmt.rope_dim), 2),
         "GROUP": block_l if fmt.token_scaled else fmt.group_size,
         "PACKED": fmt.is_packed,
-        "NATIVE_FP8": gpu.has_fp8 and fmt.is_quantised,
+        "NATIVE_FP8": gpu.has_fp8,
     }
 
 
@@ -105,7 +105,7 @@ def find_token(
     """The request that owns ``token`` and its position there; request -1 for padding.
 
     A right guess costs one round trip to memory. Else PROBES requests are looked at together, one
-    more round trip, where halving would take seven; of more, evenly spaced ones first.
+    more round trip, where halving would take five; of more, evenly spaced ones first.
     """
     guessed_start, guessed_end, position = guess
     request = token

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
+from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.launch import launch
 from kvkern.kernels.numerics import (
@@ -335,6 +335,7 @@ def _normalise_query_latent(
     ROUND_HF: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
+    """RMSNorm of a token's query latent; nothing if there is none."""
     if q_latent_ptr is not None:
         x, gamma = _load_row(q_latent_ptr + offs_in, q_gamma_ptr, DIM, BLOCK)
         _, is_real, _, _ = _locate(place, found, (None, 0), PAGE_SIZE, 0, 2)
@@ -671,7 +672,6 @@ def _call(
         "INTERLEAVED": interleaved,
         "ROUND_HF": round_hf,
         "SANITIZE": sanitize,
-        "NATIVE_FP8": gpu.has_fp8,
     }
     options = {"num_warps": tiles.num_warps, "enable_fp_fusion": False}
     return (kv.shape[0] * num_parts,), arguments, options
@@ -771,4 +771,4 @@ def _shipped(
     tensors: Any = [kv, freqs, gamma, *query, slots, slots]  # as positions too
     gpu = Gpu(capability, num_sms=108)
     _, arguments, options = _call(pages, batch, *tensors, eps=1e-6, gpu=gpu, **style)
-    return config_of_call(_write_kv_kernel, label, arguments, options, **SMALL_SPILLS)
+    return config_of_call(_write_kv_kernel, label, arguments, options)

@@ -85,8 +85,8 @@ def write_kv(
     e4m3 saturates at +-448 and e2m1 at +-6, infinities included; NaN stays NaN (in nvfp4 the
     group's scale is one). Stored bytes are the same on every backend.
 
-    Arguments are checked once per combination of shapes, strides, dtypes and options: further
-    calls of the kind cost the host little more than the launch.
+    Arguments are checked once per combination of shapes, strides, dtypes and options; further
+    calls of the kind only look whether they are of it.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError, ArgumentError: an

@@ -100,7 +100,7 @@ def make_paged_case(
         num_pages=num_pages,
         page_size=page_size,
         device=device,
-        latent_scale=9 / _largest_stored_latent(fmt) if fmt.layer_scaled else 1.0,
+        latent_scale=9 / fmt.latent_reach if fmt.layer_scaled else 1.0,
         rope_scale=0.03 if fmt.layer_scaled else 1.0,
     )
     cache.buffer.fill_(POISON)
@@ -125,12 +125,6 @@ def rope_freqs(
     inverse = base ** (-torch.arange(0, rope_dim, 2, dtype=torch.float64) / rope_dim)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * inverse
     return torch.stack([angles.cos(), angles.sin()], -1).flatten(1).float().to(device)
-
-
-def _largest_stored_latent(fmt: CacheFormat) -> float:
-    """Before the layer's scale, but with its group's."""
-    largest_scale = torch.finfo(fmt.scale_dtype).max if fmt.group_scaled else 1.0
-    return fmt.latent_max * largest_scale
 
 
 def _fields_by_slot(cache: PagedKVCache) -> list[Tensor]:
