@@ -61,6 +61,9 @@ class PagedBatch:
     cache_lengths: Tensor  # int32 [B]
     page_table: Tensor  # int32 [B, max_pages]
     addresses: tuple[int, int, int]  # of the three
+    num_requests: int  # B: for a static batch its capacity
+    max_pages: int
+    device: torch.device
     max_tokens: int | None  # bounds known on the host; None when only the device knows
     max_query_len: int | None
     max_cache_len: int | None
@@ -146,29 +149,20 @@ class PagedBatch:
             ("tokens", int(host.input_row_offsets[-1]), self.max_tokens),
             ("new tokens of one request", _largest(host.query_lens), self.max_query_len),
             ("tokens of one sequence", _largest(host.seq_lens), self.max_seq_len),
-            ("page table columns", width, self.page_table.shape[1]),
+            ("page table columns", width, self.max_pages),
         ]:
             if got > bound:
                 raise ArgumentError(f"refill: want at most {bound} {name}, got {got}")
         for page_size, num_pages in self._checked_caches:
             _check_pages(host, page_size, num_pages)
-        padded = _padded(host, self.num_requests, self.page_table.shape[1])
+        padded = _padded(host, self.num_requests, self.max_pages)
         self._packed.copy_(_staged(_pack(padded), self.device), non_blocking=True)
         self._host = host
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in the tensors: for a static batch its capacity."""
-        return self.cache_lengths.shape[0]
 
     @property
     def num_tokens(self) -> int:
         """Real tokens in the step. ``ArgumentError`` when only the device knows."""
         return int(self._known_on_host("num_tokens").input_row_offsets[-1])
-
-    @property
-    def device(self) -> torch.device:
-        return self.cache_lengths.device
 
     @property
     def can_split(self) -> bool:
@@ -212,11 +206,10 @@ class PagedBatch:
         if self._host is not None:
             _check_pages(self._host, page_size, num_pages)
         bound = self.max_seq_len if self._is_static else None
-        if bound is not None and self.page_table.shape[1] * page_size < bound:
+        if bound is not None and self.max_pages * page_size < bound:
             raise ArgumentError(
                 f"page_table: want at least {-(-bound // page_size)} columns for "
-                f"max_seq_len={bound} at page_size={page_size}, "
-                f"got {self.page_table.shape[1]}"
+                f"max_seq_len={bound} at page_size={page_size}, got {self.max_pages}"
             )
         self._checked_caches.add((page_size, num_pages))
 
@@ -244,6 +237,8 @@ class PagedBatch:
             )
         self.input_row_offsets, self.cache_lengths, self.page_table = offsets, lengths, table
         self.addresses = (offsets.data_ptr(), lengths.data_ptr(), table.data_ptr())
+        self.num_requests, self.max_pages = table.shape
+        self.device = table.device
         self.max_tokens = self.max_query_len = self.max_cache_len = self.max_seq_len = None
         self._host = self._split = None
         self._is_static = False

@@ -41,7 +41,7 @@ class LayerPages:
     def num_slots(self) -> int:
         return self.num_pages * self.page_size
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.latent.device
 
@@ -52,8 +52,7 @@ class LayerPages:
         return tuple(None if values is None else values.data_ptr() for values in fields)
 
 
-@dataclass(frozen=True)
-class CacheView:
+class CacheView(NamedTuple):
     """One layer's pages as one step's requests see them: what every op calls ``cache``."""
 
     pages: LayerPages
@@ -122,7 +121,7 @@ class PagedKVCache:
                 f"which has no layer scales; got {latent_scale}, {rope_scale}"
             )
         self.format = format
-        self.page_size = page_size
+        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         slots = (num_layers, num_pages, page_size)
         num_slots = math.prod(slots)
         self.buffer = torch.empty(
@@ -132,6 +131,7 @@ class PagedKVCache:
             pin_memory=pin_memory,
         )
         rows, scales_beside = self.buffer.tensor_split([num_slots * format.row_bytes])
+        self.device = self.buffer.device
         self.storage = rows.view(*slots, format.row_bytes)
         self.token_scales: Tensor | None = None
         if format.token_scaled:
@@ -140,18 +140,6 @@ class PagedKVCache:
         self.layer_scales = scales.to(device) if format.layer_scaled else None  # fp32 [layers, 2]
         kind = object()
         self._layers = [self._typed_views(layer, kind) for layer in range(num_layers)]
-
-    @property
-    def num_layers(self) -> int:
-        return self.storage.shape[0]
-
-    @property
-    def num_pages(self) -> int:
-        return self.storage.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.storage.device
 
     @property
     def num_bytes(self) -> int:

@@ -184,7 +184,7 @@ class PagedModel:
     def _plan_step(self, num_tokens: int, batch: PagedBatch, cache: PagedKVCache) -> "_Step":
         longest = batch.max_seq_len
         if longest is None:  # only the device knows: the most that the page table can hold
-            longest = min(batch.page_table.shape[1] * cache.page_size, self.max_position)
+            longest = min(batch.max_pages * cache.page_size, self.max_position)
         if longest > self.max_position:
             raise ArgumentError(
                 f"batch: want sequences of at most max_position={self.max_position} tokens, "

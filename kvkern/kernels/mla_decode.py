@@ -275,7 +275,7 @@ def mla_decode(
     token_tiles = num_tiles(num_tokens, batch.num_requests, tiles.block_t)
     if num_splits is None:
         busy_tiles = triton.cdiv(num_tokens, tiles.block_t) * head_blocks
-        bound = batch.page_table.shape[1] * pages.page_size
+        bound = batch.max_pages * pages.page_size
         max_seq_len = bound if batch.max_seq_len is None else batch.max_seq_len
         num_splits = choose_num_splits(busy_tiles, max_seq_len, tiles.block_n, gpu)
     if num_splits == 1:

@@ -306,7 +306,7 @@ def mla_prefill(
         _mla_prefill_kernel[grid](**arguments, **options)
 
     state = None
-    bound = batch.page_table.shape[1] * pages.page_size
+    bound = batch.max_pages * pages.page_size
     max_cache_len = bound if batch.max_cache_len is None else batch.max_cache_len
     if w_uk is not None and w_uv is not None and max_cache_len and batch.num_requests:
         chunk_len = min(max(context_chunk // batch.num_requests, 1), max_cache_len)

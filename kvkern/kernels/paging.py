@@ -51,7 +51,7 @@ def batch_fields(batch: PagedBatch) -> dict[str, Any]:
         "offsets_ptr": batch.input_row_offsets,
         "cache_lengths_ptr": batch.cache_lengths,
         "page_table_ptr": batch.page_table,
-        "max_pages": batch.page_table.shape[1],
+        "max_pages": batch.max_pages,
     }
 
 

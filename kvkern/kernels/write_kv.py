@@ -684,8 +684,7 @@ def _counts(batch: PagedBatch | None) -> tuple[int, int, int]:
     """num_requests, max_pages and expect_decode."""
     if batch is None:
         return 0, 0, 0
-    num_requests, max_pages = batch.page_table.shape
-    return num_requests, max_pages, int(batch.max_query_len == 1)
+    return batch.num_requests, batch.max_pages, int(batch.max_query_len == 1)
 
 
 Again = Callable[[LayerPages, PagedBatch | None, list[int | None]], None]

@@ -31,7 +31,7 @@ class TokenPlaces(NamedTuple):
 def place_tokens(batch: PagedBatch, page_size: int, num_tokens: int) -> TokenPlaces:
     """Find the request of each packed token, its position, and the slot it is stored in."""
     tokens = torch.arange(num_tokens, device=batch.device)
-    if batch.num_requests == 0 or batch.page_table.shape[1] == 0:
+    if batch.num_requests == 0 or batch.max_pages == 0:
         return TokenPlaces(tokens * 0, tokens * 0, tokens < 0)
     offsets = batch.input_row_offsets.long()
     request = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True)
@@ -39,8 +39,8 @@ def place_tokens(batch: PagedBatch, page_size: int, num_tokens: int) -> TokenPla
     request = request.clamp(max=batch.num_requests - 1)
     positions = batch.cache_lengths.long()[request] + tokens - offsets[request]
     column = positions // page_size
-    is_real &= column < batch.page_table.shape[1]
-    column = column.clamp(max=batch.page_table.shape[1] - 1)
+    is_real &= column < batch.max_pages
+    column = column.clamp(max=batch.max_pages - 1)
     page = batch.page_table.long()[request, column]
     return TokenPlaces(positions, page * page_size + positions % page_size, is_real & (page >= 0))
 
