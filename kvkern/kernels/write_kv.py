@@ -376,12 +376,19 @@ def _rotate_heads(
             factor = tl.div_rn(1.0, tl.load(q_scale_ptr))
             first *= factor
             second *= factor
-        _store_pairs(
-            q_out[0], row * q_out[1] + head * q_out[2], mask,
-            _output(first, is_real, q_out[0], NATIVE_FP8),
-            _output(second, is_real, q_out[0], NATIVE_FP8),
-            ROPE_DIM, BLOCK_R, HEADS, INTERLEAVED,
-        )  # fmt: skip
+        offs_out = row * q_out[1] + head * q_out[2]
+        if is_real:  # a branch costs less than a choice for each value
+            _store_pairs(
+                q_out[0], offs_out, mask,
+                _stored(first, q_out[0], 0.0, False, NATIVE_FP8),
+                _stored(second, q_out[0], 0.0, False, NATIVE_FP8),
+                ROPE_DIM, BLOCK_R, HEADS, INTERLEAVED,
+            )  # fmt: skip
+        else:
+            zeros = tl.zeros([HEADS, BLOCK_R // 2], q_out[0].dtype.element_ty)
+            _store_pairs(
+                q_out[0], offs_out, mask, zeros, zeros, ROPE_DIM, BLOCK_R, HEADS, INTERLEAVED
+            )
 
 
 @triton.jit
@@ -410,16 +417,17 @@ def _copy_heads(
         _, is_real, _, _ = _locate(place, found, (None, 0), PAGE_SIZE, 0, 2)
         if q_scale_ptr is not None:
             factor = tl.div_rn(1.0, tl.load(q_scale_ptr))
-            x = _output(x.to(tl.float32) * factor, is_real, q_out[0], NATIVE_FP8)
+            x = _stored(x.to(tl.float32) * factor, q_out[0], 0.0, False, NATIVE_FP8)
+        out_ptrs = q_out[0] + row * q_out[1] + head * q_out[2] + offs_n
+        if is_real:
+            tl.store(out_ptrs, x, mask=mask)
         else:
-            x = tl.where(is_real, x, 0.0).to(x.dtype)
-        tl.store(q_out[0] + row * q_out[1] + head * q_out[2] + offs_n, x, mask=mask)
+            tl.store(out_ptrs, tl.zeros_like(x), mask=mask)
 
 
 @triton.jit(
     do_not_specialize=[
         "num_requests", "max_pages", "expect_decode", "max_positions", "num_slots", "num_heads",
-        "num_parts",
     ],
     do_not_specialize_on_alignment=[
         *ANY_ALIGNMENT, "group_scales_ptr", "q_scale_ptr", "positions_ptr", "slot_mapping_ptr",
@@ -453,7 +461,6 @@ def _write_kv_kernel(
     max_positions,
     num_slots,
     num_heads,
-    num_parts,  # programs a token
     eps,
     stride_kv,
     stride_q_rope_token,
@@ -479,6 +486,8 @@ def _write_kv_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # programs a token; known, so that no division is waited for
+    ROPE_PARTS: tl.constexpr,  # how many of them rotate heads
     ROPE_HEADS: tl.constexpr,  # heads a part rotates
     NOPE_HEADS: tl.constexpr,  # heads whose nope columns a part copies
     GROUP: tl.constexpr,
@@ -492,8 +501,8 @@ def _write_kv_kernel(
     PACKED: tl.constexpr,
 ):
     """Parts of a token: its row, blocks of rope heads, of nope heads, its query's latent."""
-    token = tl.program_id(0) // num_parts
-    part = tl.program_id(0) % num_parts
+    token = tl.program_id(0) // NUM_PARTS
+    part = tl.program_id(0) % NUM_PARTS
     row = token.to(tl.int64)
     place = (
         offsets_ptr, cache_lengths_ptr, page_table_ptr, slot_mapping_ptr, positions_ptr,
@@ -501,9 +510,6 @@ def _write_kv_kernel(
     )  # fmt: skip
     found = _start_to_locate(place)
     table = (freqs_ptr, max_positions)
-    num_rope_parts = 0
-    if q_rope_ptr is not None:
-        num_rope_parts = tl.cdiv(num_heads, ROPE_HEADS)
 
     if part == 0:
         kv_row_ptr = kv_ptr + row * stride_kv
@@ -535,14 +541,14 @@ def _write_kv_kernel(
             rotated, rope_ptr + slot * stride_rope, layer_scales_ptr, is_real,
             ROPE_DIM, BLOCK_R, ROPE_LIMIT, INTERLEAVED, SANITIZE, NATIVE_FP8,
         )  # fmt: skip
-    elif part <= num_rope_parts:
+    elif part <= ROPE_PARTS:
         _rotate_heads(
             (q_rope_ptr, stride_q_rope_token, stride_q_rope_head),
             (q_rope_out_ptr, stride_q_rope_out_token, stride_q_rope_out_head),
             q_scale_ptr, row, part - 1, num_heads, place, found, table,
             PAGE_SIZE, ROPE_DIM, BLOCK_R, ROPE_HEADS, INTERLEAVED, NATIVE_FP8,
         )  # fmt: skip
-    elif (Q_LATENT_DIM > 0) & (part == num_parts - 1):
+    elif (Q_LATENT_DIM > 0) & (part == NUM_PARTS - 1):
         _normalise_query_latent(
             q_latent_ptr, q_gamma_ptr, q_latent_out_ptr, row * stride_q_latent,
             row * stride_q_latent_out, eps, place, found, Q_LATENT_DIM, BLOCK_Q, PAGE_SIZE,
@@ -552,7 +558,7 @@ def _write_kv_kernel(
         _copy_heads(
             (q_nope_ptr, stride_q_nope_token, stride_q_nope_head),
             (q_nope_out_ptr, stride_q_nope_out_token, stride_q_nope_out_head),
-            q_scale_ptr, row, part - 1 - num_rope_parts, num_heads, place, found,
+            q_scale_ptr, row, part - 1 - ROPE_PARTS, num_heads, place, found,
             PAGE_SIZE, NOPE_DIM, BLOCK_N, NOPE_HEADS, NATIVE_FP8,
         )  # fmt: skip
 
@@ -621,10 +627,9 @@ def _call(
     nope_dim = 0 if q_nope is None else q_nope.shape[2]
     q_latent_dim = 0 if q_latent is None else q_latent.shape[1]
     tiles = choose_tiles(kv.shape[0], num_heads, fmt.rope_dim, nope_dim, q_latent_dim, gpu)
-    num_head_parts = (0 if q_rope is None else -(-num_heads // tiles.rope_heads)) + (
-        0 if q_nope is None else -(-num_heads // tiles.nope_heads)
-    )
-    num_parts = 1 + num_head_parts + (q_latent is not None)
+    rope_parts = 0 if q_rope is None else -(-num_heads // tiles.rope_heads)
+    nope_parts = 0 if q_nope is None else -(-num_heads // tiles.nope_heads)
+    num_parts = 1 + rope_parts + nope_parts + (q_latent is not None)
     arguments = {
         **row_fields(pages, gpu),
         **(_NO_BATCH if batch is None else batch_fields(batch)),
@@ -646,7 +651,6 @@ def _call(
         "max_positions": 0 if freqs is None else len(freqs),
         "num_slots": pages.num_slots,
         "num_heads": num_heads,
-        "num_parts": num_parts,
         "eps": eps,
         "stride_kv": kv.stride(0),
         "stride_q_rope_token": _stride(q_rope, 0),
@@ -664,6 +668,8 @@ def _call(
         "Q_LATENT_DIM": q_latent_dim,
         "BLOCK_N": power_of_two(nope_dim),
         "BLOCK_Q": power_of_two(q_latent_dim),
+        "NUM_PARTS": num_parts,
+        "ROPE_PARTS": rope_parts,
         "ROPE_HEADS": tiles.rope_heads,
         "NOPE_HEADS": tiles.nope_heads,
         "POWER_OF_TWO": not fmt.token_scaled,
