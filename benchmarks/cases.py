@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ from kvkern.reference.mla_decode import attend, request_rows
 from kvkern.testing.budget import assert_within_budget
 from kvkern.testing.inputs import POISON, rope_freqs
 
-PAGE_SIZE = 64  # the one that every peer takes
+_PAGE_SIZE = 64  # the one that every peer takes
 _REACH = 7.0  # of formats with layer scales; normalised latents seldom reach 5
 _DTYPE = torch.bfloat16
 
@@ -45,7 +47,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape; every request has ``query_len`` new tokens and, with them, ``seq_len`` tokens."""
+    """One shape; every request has ``query_len`` new tokens and, with them, ``seq_len`` tokens.
+
+    ``ragged``: lengths are log-normal with ``seq_len`` as their mean, so the total is the same.
+    """
 
     op: Literal["write_kv", "mla_decode", "mla_prefill"]
     model: Model
@@ -54,12 +59,23 @@ class Case:
     seq_len: int
     format: FormatName = "bf16"
     packed_query: bool = False  # write_kv: also q_nope; all of q in e4m3 if the cache is fp8
+    page_size: int = _PAGE_SIZE
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ragged and self.op != "mla_decode":
+            raise ValueError(f"ragged: want mla_decode, got {self.op}")
 
     @property
     def name(self) -> str:
         shape = f"B{self.num_requests}-H{self.model.num_heads}-q{self.query_len}-s{self.seq_len}"
-        name = f"{self.op}-{self.model.name}-{self.format}-{shape}"
-        return f"{name}-packed" if self.packed_query else name
+        unusual = {
+            f"page{self.page_size}": self.page_size != _PAGE_SIZE,
+            "ragged": self.ragged,
+            "packed": self.packed_query,
+        }
+        words = [word for word, is_so in unusual.items() if is_so]
+        return "-".join([self.op, self.model.name, self.format, shape, *words])
 
     @property
     def q_out_dtype(self) -> torch.dtype:
@@ -79,6 +95,13 @@ class Case:
     def cached_len(self) -> int:
         return self.seq_len - self.query_len
 
+    @cached_property
+    def seq_lens(self) -> np.ndarray:
+        """``[B]``, new tokens included."""
+        if self.ragged:
+            return self.query_len + log_normal_lens(self.num_requests, self.cached_len)
+        return np.full(self.num_requests, self.seq_len)
+
     @property
     def num_bytes(self) -> int:
         """Every input read once and every output written once; not the page table and the like."""
@@ -90,7 +113,7 @@ class Case:
             query = token_heads * q_dim * (2 + self.q_out_dtype.itemsize)
             return rows + 4 * self.query_len * fmt.rope_dim + query
         if self.op == "mla_decode":
-            rows = self.num_requests * self.seq_len * fmt.bytes_per_token
+            rows = int(self.seq_lens.sum()) * fmt.bytes_per_token
             return rows + token_heads * (2 * (fmt.row_dim + fmt.kv_lora_rank) + 4)
         head_dims = (model.nope_dim + model.rope_dim) + model.nope_dim + 2 * model.v_dim
         num_bytes = token_heads * (2 * head_dims + 4) + 2 * tokens * model.rope_dim
@@ -105,7 +128,7 @@ class Case:
         model, q = self.model, self.query_len
         if self.op == "write_kv":
             return 0
-        num_pairs = self.num_requests * (q * self.cached_len + q * (q + 1) // 2)
+        num_pairs = q * int(self.seq_lens.sum()) - self.num_requests * q * (q - 1) // 2
         if self.op == "mla_decode":
             dims = 2 * model.kv_lora_rank + model.rope_dim
             return 2 * num_pairs * model.num_heads * dims
@@ -120,8 +143,22 @@ class Case:
         return model.num_heads * model.kv_lora_rank * (model.nope_dim + model.v_dim)
 
 
+def log_normal_lens(num: int, mean: int) -> np.ndarray:
+    """``num * mean`` tokens in ``num`` requests, as a log-normal of sigma 1 spreads them.
+
+    Its quantiles in a fixed order, not draws: no chance outlier decides what so few requests cost.
+    """
+    quantiles = (np.random.default_rng(0).permutation(num) + 0.5) / num
+    shares = np.cumsum(np.exp([NormalDist().inv_cdf(quantile) for quantile in quantiles]))
+    ends = np.rint(num * mean * shares / shares[-1]).astype(np.int64)
+    return np.diff(ends, prepend=0)
+
+
 _V3 = Model("deepseek_v3", 128)
+_V3_TP2 = Model("deepseek_v3_tp2", 64)
+_V3_TP4 = Model("deepseek_v3_tp4", 32)
 _V3_TP8 = Model("deepseek_v3_tp8", 16)
+_V3_TP16 = Model("deepseek_v3_tp16", 8)
 _MISTRAL4_TP2 = Model("mistral4_tp2", 16, kv_lora_rank=256, nope_dim=64)
 
 
@@ -145,6 +182,16 @@ _DECODE = (  # model, B, q, s
     (_V3, 4, 1, 131072),
     (_V3, 256, 1, 1024),
 )
+_DECODE_BY_HEADS = tuple(
+    (model, *shape)
+    for model in (_V3_TP16, _V3_TP4, _V3_TP2)
+    for shape in ((128, 1, 4096), (16, 1, 8192))
+)
+_DECODE_BY_QUERY = (  # beside 2 new tokens of 128 heads, above
+    (_V3, 32, 4, 8192),
+    (_V3_TP8, 32, 2, 8192),
+    (_V3_TP8, 32, 4, 8192),
+)
 _SERVED_FORMATS: tuple[FormatName, ...] = ("bf16", "fp8", "fp8_token", "fp8_ds_mla", "nvfp4")
 CASES: tuple[Case, ...] = (
     *(
@@ -162,11 +209,18 @@ CASES: tuple[Case, ...] = (
         for name in ("bf16", "fp8")
         for tokens in (16, 128, 4096)
     ),
-    *(Case("mla_decode", *shape) for shape in _DECODE),
     *(
-        Case("mla_decode", *_DECODE[row], name)
-        for name in ("fp8", "fp8_ds_mla")
-        for row in (0, 3, 5)  # bound by arithmetic, by memory, by how keys are split
+        Case("mla_decode", *shape, name)
+        for name in ("bf16", "fp8")
+        for shape in (*_DECODE, *_DECODE_BY_HEADS, *_DECODE_BY_QUERY)
+    ),
+    *(Case("mla_decode", *_DECODE[row], "fp8_ds_mla") for row in (0, 3, 4, 5, 6)),
+    *(Case("mla_decode", *_DECODE[row], "fp8_token") for row in (3, 4, 6)),
+    *(  # to hold against the same rows of _DECODE: as many tokens, equal lengths, pages of 64
+        Case("mla_decode", *_DECODE[row], name, **other)
+        for other in (dict(page_size=16), dict(page_size=1), dict(ragged=True))
+        for name in ("bf16", "fp8")
+        for row in (0, 3)
     ),
     Case("mla_prefill", _V3_TP8, 1, 8192, 8192),
     Case("mla_prefill", _V3, 1, 4096, 4096),
@@ -192,13 +246,15 @@ class Step:
     def __init__(self, case: Case, device: torch.device | str) -> None:
         torch.manual_seed(0)
         self.case, self.device = case, torch.device(device)
-        num_pages = -(-case.seq_len // PAGE_SIZE)
-        shuffled = torch.randperm(case.num_requests * num_pages)
-        self.page_table: np.ndarray = shuffled.view(case.num_requests, num_pages).numpy()
+        counts = -(-case.seq_lens // case.page_size)
+        self.num_pages = int(counts.sum())
+        self.page_table = np.full((case.num_requests, counts.max()), -1)
+        is_used = np.arange(counts.max()) < counts[:, None]
+        self.page_table[is_used] = torch.randperm(self.num_pages).numpy()
         self.batch = self.batch_of(range(case.num_requests))
         self.cache = self.new_cache()
         self.view = self.cache.view(0, self.batch)
-        self.freqs = rope_freqs(case.seq_len, case.model.rope_dim, device=str(device))
+        self.freqs = rope_freqs(int(case.seq_lens.max()), case.model.rope_dim, device=str(device))
         self.gamma = torch.rand(case.model.kv_lora_rank, device=device).add_(0.5).to(_DTYPE)
 
     def randn(self, *shape: int) -> Tensor:
@@ -214,7 +270,7 @@ class Step:
         if fmt.layer_scaled:
             latent_scale, rope_scale = _REACH / fmt.latent_reach, _REACH / E4M3_MAX
         cache = PagedKVCache(
-            fmt, num_layers=1, num_pages=self.page_table.size, page_size=PAGE_SIZE,
+            fmt, num_layers=1, num_pages=self.num_pages, page_size=self.case.page_size,
             device=self.device, latent_scale=latent_scale, rope_scale=rope_scale,
         )  # fmt: skip
         cache.buffer.fill_(POISON)
@@ -222,22 +278,21 @@ class Step:
 
     def batch_of(self, requests: Sequence[int], *, all_new: bool = False) -> PagedBatch:
         """Some of the requests; ``all_new``: as if none of their tokens were cached yet."""
-        case = self.case
-        query_len = case.seq_len if all_new else case.query_len
-        offsets = np.arange(len(requests) + 1) * query_len
-        lengths = np.full(len(requests), case.seq_len - query_len)
-        return PagedBatch(offsets, lengths, self.page_table[list(requests)], device=self.device)
+        seq_lens = self.case.seq_lens[list(requests)]
+        query_lens = seq_lens if all_new else np.full_like(seq_lens, self.case.query_len)
+        offsets, table = np.cumsum([0, *query_lens]), self.page_table[list(requests)]
+        return PagedBatch(offsets, seq_lens - query_lens, table, device=self.device)
 
     def fill_cache(self) -> None:
         """Store all tokens of all requests."""
         every = self.batch_of(range(self.case.num_requests), all_new=True)
-        rows = self.rows(self.case.num_requests * self.case.seq_len)
+        rows = self.rows(int(self.case.seq_lens.sum()))
         write_kv(self.cache.view(0, every), rows, self.freqs, self.gamma)
 
     def sampled_requests(self) -> list[int]:
-        """The first, one in the middle, and the last."""
-        num = self.case.num_requests
-        return sorted({0, num // 2, num - 1})
+        """The first, one in the middle, the last; the shortest and the longest."""
+        num, seq_lens = self.case.num_requests, self.case.seq_lens
+        return sorted({0, num // 2, num - 1, int(seq_lens.argmin()), int(seq_lens.argmax())})
 
 
 class WriteStep(Step):

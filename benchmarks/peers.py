@@ -139,7 +139,7 @@ def flashinfer_write(step: WriteStep) -> Implementation | None:
     positions = place_tokens(step.batch, pages.page_size, case.num_tokens).positions.int()
     requests = torch.arange(case.num_requests, dtype=torch.int32, device=step.device)
     requests = requests.repeat_interleave(case.query_len)
-    indices, indptr = _table(step).flatten(), _page_indptr(step)
+    indices, indptr = _page_indices(step), _page_indptr(step)
     quant_scale = 1 / step.cache.host_scales[0][0]
 
     def call() -> object:
@@ -156,7 +156,7 @@ def flashinfer_write(step: WriteStep) -> Implementation | None:
 
 def flash_mla(step: DecodeStep) -> Implementation | None:
     """FlashMLA, dense."""
-    if step.case.format != "bf16":
+    if step.case.format != "bf16" or step.case.page_size != 64:
         return None
     from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
@@ -182,7 +182,7 @@ def flashinfer_mla(step: DecodeStep) -> Implementation | None:
     workspace = torch.empty(512 << 20, dtype=torch.int8, device=step.device)
     wrapper = BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
     wrapper.plan(
-        _q_indptr(step), _page_indptr(step), _table(step).flatten(), _seq_lens(step),
+        _q_indptr(step), _page_indptr(step), _page_indices(step), _seq_lens(step),
         model.num_heads, model.kv_lora_rank, model.rope_dim, pages.page_size, True,
         model.softmax_scale, step.q.dtype, pages.latent.dtype,
     )  # fmt: skip
@@ -202,16 +202,17 @@ def fa3_mla(step: DecodeStep) -> Implementation | None:
     q_nope, q_rope = _split_q(step)
     latent, k_rope = _joined_pages(step).tensor_split([model.kv_lora_rank], dim=-1)
     lengths, indptr, table = _seq_lens(step), _q_indptr(step), _table(step)
+    max_lens = (case.query_len, int(case.seq_lens.max()))
     schedule = ops.get_scheduler_metadata(
-        case.num_requests, case.query_len, case.seq_len, model.num_heads, 1, model.rope_dim,
-        model.kv_lora_rank, step.q.dtype, lengths, indptr, *[None] * 4, step.view.pages.page_size,
-        0, True, -1, -1, False, 0, None, 0,
+        case.num_requests, *max_lens, model.num_heads, 1, model.rope_dim, model.kv_lora_rank,
+        step.q.dtype, lengths, indptr, *[None] * 4, case.page_size, 0, True, -1, -1, False, 0,
+        None, 0,
     )  # fmt: skip
 
     def call() -> Tensor:
         return _fa3(
-            ops, (q_rope, k_rope, latent), q_nope, indptr, None, lengths,
-            (case.query_len, case.seq_len), table, model.softmax_scale, schedule,
+            ops, (q_rope, k_rope, latent), q_nope, indptr, None, lengths, max_lens, table,
+            model.softmax_scale, schedule,
         )  # fmt: skip
 
     return Implementation("fa3", call, lambda: step.check([call()]))
@@ -219,7 +220,7 @@ def fa3_mla(step: DecodeStep) -> Implementation | None:
 
 def flash_mla_fp8(step: DecodeStep) -> Implementation | None:
     """The dense fp8 decode of vLLM's fork of FlashMLA; its query is fp8 too."""
-    if step.case.format != "fp8":
+    if step.case.format != "fp8" or step.case.page_size != 64:
         return None
     ops, case, model = _load("_flashmla_extension_C"), step.case, step.case.model
     q8, table, lengths = step.q.to(_E4M3), _table(step), _seq_lens(step)
@@ -326,12 +327,18 @@ def _q_indptr(step: Step) -> Tensor:
 
 
 def _table(step: Step) -> Tensor:
-    return step.batch.page_table.clone()
+    """Padded with page 0: a library may look up what lies past a request's end."""
+    return step.batch.page_table.clamp(min=0)
+
+
+def _page_indices(step: Step) -> Tensor:
+    """The pages in use, request by request, without padding."""
+    return step.batch.page_table[step.batch.page_table >= 0]
 
 
 def _page_indptr(step: Step) -> Tensor:
-    requests = torch.arange(step.case.num_requests + 1, dtype=torch.int32, device=step.device)
-    return requests * step.page_table.shape[1]
+    counts = (step.batch.page_table >= 0).sum(1, dtype=torch.int32)
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {

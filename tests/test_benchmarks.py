@@ -1,14 +1,19 @@
 """Benchmarks: work is counted right, a wrong result gets no time, every row is whole."""
 
 import json
+import sys
 import time
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import cases, peers, run
-from benchmarks.cases import CASES, Case, Model, make_step
+from benchmarks import cases, peers, plot, run
+from benchmarks.cases import CASES, Case, Model, log_normal_lens, make_step
 from kvkern import mla_decode, mla_prefill, write_kv
+from kvkern.reference.mla_decode import attend
 from kvkern.testing.timing import Timing, copy_bandwidth, host_us, matmul_rate, time_us
 
 TINY = Model("tiny", 2, kv_lora_rank=128, rope_dim=32, nope_dim=64, v_dim=64)
@@ -21,6 +26,10 @@ TINY_CASES = (
     Case("mla_prefill", TINY, 2, 5, 70),
     Case("write_kv", TINY, 2, 1, 65, "nvfp4"),
     Case("write_kv", TINY, 2, 2, 65, "fp8", packed_query=True),
+    Case("mla_decode", TINY, 3, 1, 70, "fp8_token", page_size=16),
+    Case("mla_decode", TINY, 3, 4, 70, page_size=1),
+    Case("mla_decode", TINY, 5, 2, 70, ragged=True),
+    Case("mla_decode", TINY, 5, 1, 70, "fp8_ds_mla", page_size=16, ragged=True),
 )
 MACHINE = {"copy_gb_s": 1.0, "matmul_tflop_s": 1.0}
 
@@ -57,6 +66,36 @@ def test_keys_behind_the_causal_mask_are_not_counted():
     assert Case("mla_prefill", Model("v3", 1), 1, 3, 3).num_flops == (1 + 2 + 3) * 2 * (192 + 128)
 
 
+def test_ragged_work_is_counted_by_hand():
+    case = Case("mla_decode", Model("v3", 16), 3, 2, 100, "fp8", ragged=True)
+    # 98 cached tokens each, shared out as exp(-0.967) : 1 : exp(0.967); 2 new ones
+    assert sorted(case.seq_lens) == [30, 75, 195]
+    assert case.num_bytes == (30 + 75 + 195) * 576 + 3 * 2 * 16 * (576 * 2 + 512 * 2 + 4)
+    pairs = (29 + 30) + (74 + 75) + (194 + 195)
+    assert case.num_flops == pairs * 16 * 2 * (576 + 512)
+
+
+def test_ragged_lengths_are_log_normal_in_no_order_and_have_the_total_of_equal_ones():
+    lens = log_normal_lens(128, 4096)
+    assert lens.sum() == 128 * 4096 and lens.min() >= 0
+    logs = np.log(lens)
+    assert np.std(logs) == pytest.approx(1.0, abs=0.02)
+    # exp(sigma^2 / 2) below the mean; a little more, as quantiles have no far tail
+    assert np.mean(logs) == pytest.approx(np.log(4096) - 0.5, abs=0.03)
+    assert abs(np.corrcoef(np.arange(128), logs)[0, 1]) < 0.2
+    assert log_normal_lens(3, 0).tolist() == [0, 0, 0]
+    for case in CASES:
+        equal = Case(case.op, case.model, case.num_requests, case.query_len, case.seq_len)
+        if case.ragged:
+            assert (case.num_flops, case.seq_lens.sum()) == (equal.num_flops, equal.seq_lens.sum())
+            assert equal.name in {case.name for case in CASES}
+
+
+def test_only_decode_is_ragged():
+    with pytest.raises(ValueError, match="ragged: want mla_decode, got write_kv"):
+        Case("write_kv", TINY, 3, 1, 5, ragged=True)
+
+
 def test_prefill_work_is_counted_by_hand():
     new = Case("mla_prefill", Model("v3", 16), 2, 10, 10)
     heads = 2 * 10 * 16
@@ -72,8 +111,33 @@ def test_every_case_has_a_format_and_a_name_of_its_own():
     assert len({case.name for case in CASES}) == len(CASES)
     for case in CASES:
         assert case.cache_format.row_bytes > 0 and case.num_bytes > 0
-        assert case.cached_len >= 0 and case.num_requests >= 1
+        assert case.seq_lens.shape == (case.num_requests,) and case.num_requests >= 1
+        assert case.seq_lens.min() >= case.query_len
     assert {case.op for case in CASES} == set(peers._PEERS)
+
+
+def test_decode_cases_hold_each_kind_that_is_compared():
+    decode = [case for case in CASES if case.op == "mla_decode"]
+    shapes = {  # of one GPU in eight and of one alone, few requests and many
+        (128, 128, 1, 4096), (64, 128, 1, 8192), (32, 128, 2, 8192), (128, 16, 1, 4096),
+        (16, 16, 1, 8192), (1, 128, 1, 32768), (1, 16, 1, 131072), (4, 128, 1, 131072),
+        (256, 128, 1, 1024), *((32, heads, q, 8192) for heads in (16, 128) for q in (2, 4)),
+        *((b, heads, 1, s) for heads in (8, 32, 64) for b, s in ((128, 4096), (16, 8192))),
+    }  # fmt: skip
+    for name in ("bf16", "fp8"):
+        of_format = [case for case in decode if case.format == name]
+        plain = [case for case in of_format if case.page_size == 64 and not case.ragged]
+        assert {
+            (case.num_requests, case.model.num_heads, case.query_len, case.seq_len)
+            for case in plain
+        } == shapes
+        others = [case for case in of_format if case not in plain]
+        assert {(case.model.num_heads, case.page_size, case.ragged) for case in others} == {
+            (heads, *kind) for heads in (16, 128) for kind in ((64, True), (16, False), (1, False))
+        }
+    for name in ("fp8_ds_mla", "fp8_token"):
+        few_heads = [case for case in decode if case.format == name and case.model.num_heads == 16]
+        assert len(few_heads) == 3
 
 
 RIGHT = {"write_kv": write_kv, "mla_decode": mla_decode, "mla_prefill": mla_prefill}
@@ -97,6 +161,14 @@ def nan_where_nobody_samples(*args, **options):
     return result
 
 
+def last_key_unseen_by_the_longest(q, cache, *, softmax_scale, backend=None):
+    result = mla_decode(q, cache, softmax_scale=softmax_scale)
+    longest = int(cache.batch.cache_lengths.argmax())
+    last = int(cache.batch.input_row_offsets[longest + 1]) - 1
+    result.out[last] = result.out[last - 1]
+    return result
+
+
 def shuffled_rope_keys(q, k_nope, k_rope, *args, **options):
     return mla_prefill(q, k_nope, k_rope.flip(0), *args, **options)
 
@@ -112,6 +184,7 @@ def cached_context_of_other_weights(*args, w_uk, **options):
         (TINY_CASES[1], query_left_out),
         (TINY_CASES[3], larger_scale),
         (Case("mla_decode", TINY, 8, 1, 9), nan_where_nobody_samples),
+        (TINY_CASES[10], last_key_unseen_by_the_longest),
         (TINY_CASES[4], shuffled_rope_keys),
         (TINY_CASES[5], cached_context_of_other_weights),
     ],
@@ -145,6 +218,82 @@ def test_missing_peers_are_lines_and_present_ones_rows(monkeypatch):
     assert len(missing) >= 5 and any("flash_mla" in line for line in missing)
 
 
+def attend_pages(q, pages, tables, lengths, rank, scale):
+    """Queries [B, q, H, L+R] on the first ``lengths[b]`` rows of the pages ``tables[b]``."""
+    outs = []
+    for queries, page_ids, length in zip(q.double(), tables, lengths.tolist(), strict=True):
+        assert page_ids.min() >= 0
+        rows = pages[page_ids.long()].flatten(0, 1)[:length].double()
+        positions = torch.arange(length)
+        visible = positions <= positions[-len(queries) :, None]
+        outs.append(attend(queries, rows, rows[:, :rank], visible, scale)[0])
+    return torch.stack(outs).to(q.dtype)
+
+
+class FakeFlashMLA(ModuleType):
+    def get_mla_metadata(self):
+        return None, None
+
+    def flash_mla_with_kvcache(
+        self, q, pages, table, lengths, rank, schedule, *, softmax_scale, causal
+    ):
+        assert causal and pages.shape[1] == 64
+        return attend_pages(q, pages[:, :, 0], table, lengths, rank, softmax_scale), None
+
+
+class FakeFlashInfer:
+    def __init__(self, workspace, backend):
+        pass
+
+    def plan(self, q_indptr, indptr, indices, lengths, *dims_and_options):
+        _, rank, _, page_size, causal, scale = dims_and_options[:6]
+        assert causal and indptr[-1] == len(indices)
+        tables = [indices[a:b] for a, b in pairwise(indptr)]
+        assert [len(table) for table in tables] == (-(-lengths // page_size)).tolist()
+        self.given = tables, lengths, rank, scale
+
+    def run(self, q_nope, q_rope, latent, rope):
+        q = torch.cat([q_nope, q_rope], dim=-1).unflatten(0, (len(self.given[0]), -1))
+        return attend_pages(q, torch.cat([latent, rope], dim=-1), *self.given).flatten(0, 1)
+
+
+class FakeFA3:
+    def get_scheduler_metadata(self, num_requests, max_q, max_k, *others):
+        return max_k
+
+    def fwd(self, q_rope, rope, latent, _k, _v, q_nope, _out, q_indptr, *others):
+        lengths, max_q, max_k, table = others[3:7]
+        scale, causal, schedule = others[15], others[16], others[21]
+        assert causal and max_k == schedule == lengths.max()
+        q = torch.cat([q_nope, q_rope], dim=-1).unflatten(0, (-1, max_q))
+        pages = torch.cat([latent, rope], dim=-1)[:, :, 0]
+        return [attend_pages(q, pages, table, lengths, q_nope.shape[-1], scale).flatten(0, 1)]
+
+
+@pytest.mark.parametrize("page_size", [64, 16, 1])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_peers_are_given_what_their_calls_define(ragged, page_size, monkeypatch):
+    flashinfer = SimpleNamespace(BatchMLAPagedAttentionWrapper=FakeFlashInfer)
+    monkeypatch.setitem(sys.modules, "flash_mla", FakeFlashMLA("flash_mla"))
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", flashinfer)
+    monkeypatch.setattr(peers, "_load", lambda library: FakeFA3())
+    case = Case("mla_decode", TINY, 5, 2, 150, page_size=page_size, ragged=ragged)
+    found = list(peers.peers_of(make_step(case, "cpu")))
+    only_of_64 = ["flash_mla"] if page_size == 64 else []
+    assert [peer.name for peer in found] == [*only_of_64, "flashinfer", "fa3"]
+    for peer in found:
+        peer.check()
+
+
+def test_flash_mla_and_its_fork_take_pages_of_64_only(monkeypatch):
+    monkeypatch.setattr(peers, "_load", pytest.fail)
+    for name, peer in {"bf16": peers.flash_mla, "fp8": peers.flash_mla_fp8}.items():
+        assert (
+            peer(make_step(Case("mla_decode", TINY, 2, 1, 40, name, page_size=16), "cpu")) is None
+        )
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_ds_mla"])
 def test_separate_launches_are_checked(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
@@ -159,7 +308,7 @@ def test_runner_writes_whole_json_lines(tmp_path, capsys):
     file = tmp_path / "results" / "cpu.jsonl"
     arguments = ["--device", "cpu", "--out", str(file)]
     assert run.main(arguments, TINY_CASES) == 0
-    assert run.main([*arguments, "--op", "mla_decode", "--case", "fp8"], TINY_CASES) == 0
+    assert run.main([*arguments, "--op", "mla_decode", "--case", "fp8-"], TINY_CASES) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["case"] for row in rows] == [*(case.name for case in TINY_CASES), rows[3]["case"]]
     for row in rows:
@@ -172,6 +321,67 @@ def test_runner_writes_whole_json_lines(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert all(case.name in printed for case in TINY_CASES) and "TFLOP/s" in printed
     assert run.main([*arguments, "--case", "no such case"], TINY_CASES) == 2
+
+
+def result_row(implementation="kvkern", case="a", **others):
+    row = dict(op="mla_decode", case=case, implementation=implementation, error=None, us=2.0)
+    row |= dict(bytes=1_000_000, flops=30_000_000, device="card", copy_gb_s=3000.0)
+    return row | dict(matmul_tflop_s=700.0) | others
+
+
+def test_roofline_holds_right_timed_rows_of_the_op_by_implementation():
+    rows = [
+        result_row(),
+        result_row(case="b", bytes=500_000, us=1.0, copy_gb_s=3050.0),
+        result_row("peer", flops=60_000_000, us=4.0, matmul_tflop_s=710.0),
+        result_row("wrong peer", error="over the budget", copy_gb_s=9999.0),
+        result_row("late", us=None, matmul_tflop_s=9999.0),
+        result_row("prefill", op="mla_prefill"),
+        result_row("copy", flops=0),
+    ]
+    assert plot.roofline(rows, "mla_decode") == (
+        "card", 3.05, 710.0, {"kvkern": [(30.0, 15.0), (60.0, 30.0)], "peer": [(60.0, 15.0)]},
+    )  # fmt: skip
+
+
+def test_roofline_shows_the_last_row_of_a_case_and_implementation():
+    rows = [result_row(us=8.0), result_row("peer"), result_row(), result_row("peer", error="wrong")]
+    assert plot.roofline(rows, "mla_decode").points == {"kvkern": [(30.0, 15.0)]}
+
+
+def test_roofline_is_of_one_device():
+    with pytest.raises(ValueError, match=r"of one device, got \['card', 'other'\]"):
+        plot.roofline([result_row(), result_row("peer", device="other")], "mla_decode")
+    with pytest.raises(ValueError, match=r"mla_prefill: .* got \[\]"):
+        plot.roofline([result_row()], "mla_prefill")
+
+
+def test_roofline_is_drawn_as_counted():
+    pytest.importorskip("matplotlib", reason="pip install kvkern[bench]")
+    points = {
+        "kvkern": [plot.Point(30.0, 60.0), plot.Point(500.0, 600.0)],
+        "peer": [plot.Point(40.0, 70.0)],
+    }
+    (axes,) = plot.draw(plot.Roofline("card", 3.0, 750.0, points), "mla_decode").axes
+    lines = {line.get_label(): line for line in axes.lines}
+    drawn = {name: line.get_xydata().tolist() for name, line in lines.items()}
+    assert drawn["kvkern"] == [[30, 60], [500, 600]] and drawn["peer"] == [[40, 70]]
+    assert drawn["copy, 3.00 TB/s"] == [[15, 45], [250, 750]]
+    assert drawn["bf16 matmul, 750 TFLOP/s"] == [[250, 750], [1000, 750]]
+    assert lines["kvkern"].get_marker() != lines["peer"].get_marker()
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert {text.get_text() for text in axes.get_legend().texts} == drawn.keys()
+
+
+def test_one_command_makes_a_png_of_recorded_rows(tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install kvkern[bench]")
+    results, png = tmp_path / "results.jsonl", tmp_path / "decode.png"
+    arguments = ["--device", "cpu", "--op", "mla_decode", "--out", str(results)]
+    assert run.main(arguments, TINY_CASES) == 0
+    plot.main([str(results), "--out", str(png)])
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and png.stat().st_size > 10_000
+    with pytest.raises(SystemExit, match="mla_prefill: want right"):
+        plot.main([str(results), "--op", "mla_prefill", "--out", str(png)])
 
 
 def test_wrong_result_fails_the_run(monkeypatch):
