@@ -119,6 +119,17 @@ def test_check_asks_every_format_of_a_kernel(only_the_reference, plant, op):
     assert asked == (["bf16"] if op == "merge_states" else list(FORMAT_NAMES))
 
 
+def test_check_passes_over_what_a_kernel_refuses_by_format(only_the_reference, plant):
+    def gather_kv(pages, *arguments):
+        if pages.format.name != "bf16":
+            raise kvkern.UnsupportedError("want bf16")
+        TABLE["gather_kv"][0].load()(pages, *arguments)
+
+    plant("gather_kv", gather_kv)
+    results = list(check._check_kernel("gather_kv", "planted", torch.device("cpu")))
+    assert [(result.case, result.is_right) for result in results] == [("bf16 cache", True)]
+
+
 def write_kv_that_spoils_the_scales(pages, *arguments, **options):
     TABLE["write_kv"][0].load()(pages, *arguments, **options)
     if pages.format.token_scaled:

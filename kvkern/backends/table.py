@@ -36,18 +36,32 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "fp64 is for the reference"
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            return "this machine has no CUDA device"
-        if torch.version.hip is not None:
-            return "needs an NVIDIA card, this is ROCm"
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} is older"
-        return None
+        return _card_refuses(device)
     import triton
 
     if device.type == "cpu" and triton.knobs.runtime.interpret:
         return None
     return f"needs a CUDA device, got {device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
+
+
+def _card_refuses(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "this machine has no CUDA device"
+    if torch.version.hip is not None:
+        return "needs an NVIDIA card, this is ROCm"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} is older"
+    return None
+
+
+def _flashinfer_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer is not installed (pip install 'kvkern[flashinfer]')"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {dtype}"
+    if device.type != "cuda":
+        return f"needs a CUDA device, got {device.type}"
+    return _card_refuses(device)
 
 
 def _never_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -64,7 +78,10 @@ def _row(module: str, function: str) -> tuple[Backend, ...]:
 
 TABLE: dict[str, tuple[Backend, ...]] = {
     "write_kv": _row("write_kv", "write_kv"),
-    "mla_decode": _row("mla_decode", "mla_decode"),
+    "mla_decode": (
+        *_row("mla_decode", "mla_decode"),
+        Backend("flashinfer", "kvkern.backends.flashinfer:mla_decode", _flashinfer_refuses, ()),
+    ),
     "mla_prefill": _row("mla_prefill", "mla_prefill"),
     "merge_states": _row("merge_states", "merge_states"),
     "gather_kv": _row("gather_kv", "gather_kv"),

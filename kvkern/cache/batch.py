@@ -165,6 +165,11 @@ class PagedBatch:
         return int(self._known_on_host("num_tokens").input_row_offsets[-1])
 
     @property
+    def host_values(self) -> _HostData | None:
+        """The step's values, if the host knows them; another object after each ``refill``."""
+        return self._host
+
+    @property
     def can_split(self) -> bool:
         """Whether ``split_decode`` is possible: values known on the host, buffers not reused."""
         return self._host is not None and not self._is_static

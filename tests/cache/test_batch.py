@@ -215,7 +215,7 @@ def test_device_data_has_no_bounds_on_the_host(device):
     assert batch.page_table is tensors[2] and batch.num_requests == 3
     assert batch.device == tensors[0].device
     bounds = [batch.max_tokens, batch.max_query_len, batch.max_cache_len, batch.max_seq_len]
-    assert bounds == [None] * 4 and not batch.can_split
+    assert bounds == [None] * 4 and not batch.can_split and batch.host_values is None
     with pytest.raises(ArgumentError, match="num_tokens: want a batch built from host data or"):
         _ = batch.num_tokens
     with pytest.raises(ArgumentError, match="split_decode: want a batch built from host data"):
@@ -339,6 +339,20 @@ def test_refill_overwrites_in_place_and_keeps_the_bounds(device):
         assert [t.data_ptr() for t in tensors] == addresses
         assert batch.page_table is tensors[2]
         assert facts(batch) == (4, step[0][-1], 6, 3, 12, 12)
+
+
+def test_host_values_are_the_steps_and_another_object_after_each_refill(device):
+    batch = make_static(device)
+    seen = [batch.host_values]
+    for _ in range(2):  # the same step twice
+        batch.refill(OFFSETS, LENGTHS, TABLE)
+        assert [x.tolist() for x in batch.host_values] == [OFFSETS, LENGTHS, TABLE]
+        assert batch.host_values is batch.host_values
+        assert all(batch.host_values is not before for before in seen)
+        seen.append(batch.host_values)
+    with pytest.raises(ArgumentError):
+        batch.refill([0, 1], [-1], [[0]])
+    assert batch.host_values is seen[-1]
 
 
 BAD_REFILLS = {
