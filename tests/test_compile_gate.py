@@ -61,7 +61,11 @@ def test_every_kernel_compiles_without_spills_within_shared_memory(capability, t
     )
     names = [(row["module"], row["name"]) for row in rows]
     assert len(names) == len(set(names)), f"want a name of its own for each variant, got {names}"
-    kernel_files = (ROOT / "kvkern" / "kernels").rglob("*.py")
+    kernel_files = [
+        path
+        for path in (ROOT / "kvkern" / "kernels").rglob("*.py")
+        if capability == 90 or path.parent.name != "hopper"
+    ]
     never_compiled = launched_kernels(*kernel_files) - {
         (row["module"], row["kernel"]) for row in rows
     }

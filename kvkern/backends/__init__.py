@@ -1,5 +1,5 @@
 """Which implementation runs: one ordered table per op, and the reason for each refusal."""
 
-from kvkern.backends.table import TABLE, Backend, choose, explain
+from kvkern.backends.table import TABLE, Backend, DecodeCall, choose, explain
 
-__all__ = ["TABLE", "Backend", "choose", "explain"]
+__all__ = ["TABLE", "Backend", "DecodeCall", "choose", "explain"]

@@ -9,20 +9,37 @@ from typing import Any, NamedTuple
 import torch
 
 from kvkern.errors import ArgumentError, UnsupportedError
+from kvkern.layout import CacheFormat
+
+
+class DecodeCall(NamedTuple):
+    """What a backend of ``mla_decode`` may refuse by, beside the device."""
+
+    q_dtype: torch.dtype
+    format: CacheFormat
+    page_size: int
+    num_splits: int | None
+    max_rows: int | None  # most (token, head) rows of a request, where the host knows it
+
+
+def _takes_any_call(call: DecodeCall) -> str | None:
+    return None
 
 
 class Backend(NamedTuple):
     """One implementation of an op.
 
     ``source`` is ``"module:function"``, imported at first use, so that ``import kvkern`` needs
-    neither Triton nor a GPU. ``refuses(device, dtype)`` gives the reason it cannot run, or None.
-    ``auto_on`` lists the device types where ``"auto"`` may take it.
+    neither Triton nor a GPU. ``refuses(device, dtype)`` gives the reason it cannot run, or None;
+    ``refuses_call`` the reason it cannot run this call. ``auto_on`` lists the device types where
+    ``"auto"`` may take it.
     """
 
     name: str
     source: str
     refuses: Callable[[torch.device, torch.dtype], str | None]
     auto_on: tuple[str, ...]
+    refuses_call: Callable[[DecodeCall], str | None] = _takes_any_call
 
     def load(self) -> Callable[..., Any]:
         module, function = self.source.split(":")
@@ -42,6 +59,37 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu" and triton.knobs.runtime.interpret:
         return None
     return f"needs a CUDA device, got {device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
+
+
+def _hopper_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    reason = _triton_refuses(device, dtype)
+    if reason is None and (device.type != "cuda" or torch.version.hip is not None):
+        reason = f"needs a CUDA device, got {device.type}: Triton does not interpret Gluon"
+    if reason is None and torch.cuda.get_device_capability(device) != (9, 0):
+        reason = f"needs compute capability 9.0, {torch.cuda.get_device_name(device)} has another"
+    return reason
+
+
+def _hopper_refuses_call(call: DecodeCall) -> str | None:
+    fmt = call.format
+    if fmt.name not in ("bf16", "fp16"):
+        return f"takes formats bf16 and fp16, got {fmt.name}"
+    if call.q_dtype != fmt.latent_dtype:
+        return f"takes q in the cache's dtype {fmt.latent_dtype}, got {call.q_dtype}"
+    if fmt.kv_lora_rank not in (128, 256, 512) or fmt.rope_dim > 64:
+        return (
+            f"takes 128, 256 or 512 latent and up to 64 rope columns, got {fmt.kv_lora_rank} and "
+            f"{fmt.rope_dim}"
+        )
+    if call.page_size % 64 and call.page_size not in (16, 32):
+        return f"takes pages of 16, 32 or a multiple of 64 tokens, got {call.page_size}"
+    if call.num_splits is not None:
+        return f"cuts keys by its own schedule: leave num_splits out, got {call.num_splits}"
+    if call.max_rows is None:
+        return "needs to know max_query_len: build the batch from host data or with check=True"
+    if call.max_rows > 512:
+        return f"takes up to 512 rows (new tokens x heads) a request, got {call.max_rows}"
+    return None
 
 
 def _card_refuses(device: torch.device) -> str | None:
@@ -79,6 +127,14 @@ def _row(module: str, function: str) -> tuple[Backend, ...]:
 TABLE: dict[str, tuple[Backend, ...]] = {
     "write_kv": _row("write_kv", "write_kv"),
     "mla_decode": (
+        # by name only until it is measured on a card
+        Backend(
+            "hopper",
+            "kvkern.kernels.hopper.mla_decode:mla_decode",
+            _hopper_refuses,
+            (),
+            _hopper_refuses_call,
+        ),
         *_row("mla_decode", "mla_decode"),
         Backend("flashinfer", "kvkern.backends.flashinfer:mla_decode", _flashinfer_refuses, ()),
     ),
@@ -90,24 +146,37 @@ TABLE: dict[str, tuple[Backend, ...]] = {
 
 
 def explain(
-    op: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
+    op: str,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    call: DecodeCall | None = None,
 ) -> list[tuple[str, str | None]]:
     """Each backend of ``op`` in order, with why ``"auto"`` passes it over, or None if it would not.
 
-    The first backend with None is the one that ``backend="auto"`` runs.
+    The first backend with None is the one that ``backend="auto"`` runs; without ``call``, if
+    nothing in the call itself keeps it from that.
     """
     device = torch.device(device)
     rows: list[tuple[str, str | None]] = []
     for backend in _backends(op):
-        reason = backend.refuses(device, dtype)
+        reason = _reason(backend, device, dtype, call)
         if reason is None and device.type not in backend.auto_on:
             reason = f"runs on {device.type} only when named"
         rows.append((backend.name, reason))
     return rows
 
 
+def _reason(
+    backend: Backend, device: torch.device, dtype: torch.dtype, call: DecodeCall | None
+) -> str | None:
+    reason = backend.refuses(device, dtype)
+    return backend.refuses_call(call) if reason is None and call is not None else reason
+
+
 @lru_cache
-def choose(op: str, name: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
+def choose(
+    op: str, name: str, device: torch.device, dtype: torch.dtype, call: DecodeCall | None = None
+) -> Callable[..., Any]:
     """The implementation that runs; remembered per argument, so a call costs one lookup.
 
     Raises:
@@ -118,13 +187,13 @@ def choose(op: str, name: str, device: torch.device, dtype: torch.dtype) -> Call
     if name != "auto":
         for backend in backends:
             if backend.name == name:
-                reason = backend.refuses(device, dtype)
+                reason = _reason(backend, device, dtype, call)
                 if reason is not None:
                     raise UnsupportedError(f"{op}: backend {name!r} refuses: {reason}")
                 return _on_device(backend.load(), device)
         names = ", ".join(["auto", *(backend.name for backend in backends)])
         raise ArgumentError(f"backend: want one of {names}; got {name!r}")
-    rows = explain(op, device, dtype)
+    rows = explain(op, device, dtype, call)
     for backend, (_, reason) in zip(backends, rows, strict=True):
         if reason is None:
             return _on_device(backend.load(), device)

@@ -1,7 +1,7 @@
 """PagedBatch: which new tokens belong to which request, and where each request's pages are."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ class PagedBatch:
     max_query_len: int | None
     max_cache_len: int | None
     max_seq_len: int | None
+    workspaces: dict[Any, Any]  # what kernels keep for this batch, by keys of their own
     _host: _HostData | None  # None: values are on the device only
     _split: "tuple[PagedBatch, PagedBatch] | None"
 
@@ -246,6 +247,7 @@ class PagedBatch:
         self.device = table.device
         self.max_tokens = self.max_query_len = self.max_cache_len = self.max_seq_len = None
         self._host = self._split = None
+        self.workspaces = {}
         self._is_static = False
         self._checked_caches: set[tuple[int, int]] = set()
 

@@ -48,6 +48,10 @@ def config_of_call(
         specialised = not parameter.do_not_specialize
         if parameter.is_constexpr or value is None:
             constexprs[parameter.name] = value
+        elif hasattr(value, "block_shape"):  # a TMA descriptor
+            element = _TRITON_TYPES[value.base.dtype]
+            block = ", ".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{element}[{block}],{value.layout!r}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = f"*{_TRITON_TYPES[value.dtype]}"
             if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:

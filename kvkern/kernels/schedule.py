@@ -227,12 +227,11 @@ def _merge_cuts_kernel(
 def make_schedule(
     batch: PagedBatch, num_heads: int, max_query_len: int, latent_dim: int, work: Work
 ) -> Schedule:
-    """Allocate, and launch the kernel that fills the bounds. Requests have ``max_query_len`` or
-    fewer new tokens, at every replay too: the workspace holds no more rows."""
+    """Allocate, with room for requests of up to ``max_query_len`` new tokens each."""
     gang_rows = work.gang * work.tile_rows
     slot_rows = -(-max_query_len * num_heads // gang_rows) * gang_rows
     num_slots, device = 2 * work.num_parts, batch.device
-    schedule = Schedule(
+    return Schedule(
         work,
         torch.empty(work.num_parts + 1, 2, dtype=torch.int32, device=device),
         torch.empty(
@@ -242,9 +241,12 @@ def make_schedule(
         torch.empty(num_slots, slot_rows, latent_dim, device=device),
         torch.empty(num_slots, slot_rows, device=device),
     )
+
+
+def fill_schedule(schedule: Schedule, batch: PagedBatch, num_heads: int) -> None:
+    """Set the bounds for the lengths that the batch has when this runs."""
     arguments, options = _schedule_call(batch, num_heads, schedule)
     _schedule_kernel[(1,)](**arguments, **options)
-    return schedule
 
 
 def merge_cuts(schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkern.backends import choose
+from kvkern.backends import DecodeCall, choose
 from kvkern.cache.storage import CacheView
 from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.ops._sizes import FLOATS64, Sizes
@@ -70,8 +70,11 @@ def mla_decode(
         out = q.new_empty(q.shape[0], q.shape[1], fmt.kv_lora_rank)
     sizes.match("out", out, "T H L", q.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    run = choose("mla_decode", backend, q.device, q.dtype)
-    run(q, cache.pages, cache.batch, softmax_scale, num_splits, out, lse)
+    batch, pages = cache.batch, cache.pages
+    max_rows = None if batch.max_query_len is None else batch.max_query_len * q.shape[1]
+    call = DecodeCall(q.dtype, fmt, pages.page_size, num_splits, max_rows)
+    run = choose("mla_decode", backend, q.device, q.dtype, call)
+    run(q, pages, batch, softmax_scale, num_splits, out, lse)
     return AttentionOutput(out, lse)
 
 

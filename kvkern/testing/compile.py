@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler import ASTSource
 from triton.errors import TritonError
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import kvkern.kernels
 from kvkern.errors import ArgumentError, KvkernError
@@ -68,7 +69,8 @@ def compile_kernel(
         CompileError: Triton or ptxas refused the kernel; the message has their reason.
     """
     _check_arguments(kernel, signature, constexprs, aligned, options)
-    source = ASTSource(
+    source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_type(
         kernel,
         {name: signature.get(name, "constexpr") for name in kernel.arg_names},
         constexprs=dict(constexprs),

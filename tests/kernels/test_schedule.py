@@ -1,4 +1,4 @@
-"""The schedule of decode: every key once, even shares, right merges; also where it is out of date."""
+"""The schedule of decode: every key once, even shares, right merges; out of date, too."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvkern import PagedBatch
-from kvkern.kernels.schedule import Work, make_schedule, merge_cuts
+from kvkern.kernels.schedule import Work, fill_schedule, make_schedule, merge_cuts
 
 OVERHEAD = 3
 BLOCK_N = 64
@@ -46,7 +46,9 @@ def scheduled(query_lens, cached, num_heads=4, parts=5, gang=1, tile_rows=16, de
     batch = make_batch(query_lens, cached, device)
     work = Work(parts, gang, tile_rows, BLOCK_N)
     max_query_len = max(query_lens, default=1)
-    return make_schedule(batch, num_heads, max_query_len, LATENT, work), batch
+    schedule = make_schedule(batch, num_heads, max_query_len, LATENT, work)
+    fill_schedule(schedule, batch, num_heads)
+    return schedule, batch
 
 
 def expected_bounds(query_lens, cached, num_heads, parts, gang_rows):

@@ -316,7 +316,7 @@ def spoiled(**changes):
         (
             spoiled(backend=lambda a: "fast"),
             kvkern.ArgumentError,
-            r"backend: want one of auto, triton, reference; got 'fast'",
+            r"backend: want one of auto, hopper, triton, .*; got 'fast'",
         ),
         (
             spoiled(q=lambda a: a["q"].double(), backend=lambda a: "triton"),

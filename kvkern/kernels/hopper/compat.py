@@ -1,0 +1,22 @@
+"""The one place that knows what Gluon's releases (Triton 3.6 to 3.9) call the same thing."""
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+GLUON_TYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+
+
+def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """What the TMA needs to know to fetch blocks of ``rows`` ``[N, K]``; outside them are zeros."""
+    shape = list(block)
+    layout = gl.NVMMASharedLayout.get_default_for(shape, GLUON_TYPES[rows.dtype])
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), shape, layout)

@@ -1,0 +1,415 @@
+"""mla_decode for few rows: S^T = K Q^T, O^T = V^T softmax(scale S)^T; heads on wgmma's N.
+
+With 64 rows or more the tensor cores are busy; with 8 to 32 memory is, and a tile padded to 64 rows
+would take their time for nothing. So operands are swapped: keys, and the columns of the latent, are
+the 64 rows that a wgmma wants, and query rows its N.
+
+A program is one of a gang that shares a part of the schedule, and takes every gang-th tile of ROWS
+rows of each request there. One warp fetches blocks of 64 keys by TMA into a ring of STAGES; four
+warps compute.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kvkern.cache.batch import PagedBatch
+from kvkern.cache.storage import LayerPages, PagedKVCache
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
+from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
+from kvkern.kernels.hopper.paging import (
+    BLOCK_N,
+    clear_padding,
+    clear_rows,
+    part_bounds,
+    request_share,
+    scalar,
+    table_row,
+)
+from kvkern.kernels.numerics import LN_2
+from kvkern.kernels.paging import ANY_ALIGNMENT
+from kvkern.kernels.schedule import Schedule, Work
+from kvkern.layout import CacheFormat
+
+
+@gluon.jit
+def _fetch(
+    latent_desc,
+    rope_desc,
+    latents,
+    ropes,
+    holes,
+    full,
+    empty,
+    bounds_ptr,
+    offsets_ptr,
+    cache_lengths_ptr,
+    page_table_ptr,
+    max_pages,
+    num_heads,
+    GANG: gl.constexpr,
+    ROWS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+):
+    """Fill the ring with the blocks that ``_attend`` takes, in its order. One warp.
+
+    A block is fetched in boxes that lie in one page each; a page of -1 is outside the cache, where
+    the TMA finds zeros.
+    """
+    STAGES: gl.constexpr = latents.type.shape[0]
+    LATENT_DIM: gl.constexpr = latents.type.shape[2]
+    BOX: gl.constexpr = latent_desc.block_type.shape[0]
+    NUM_BOXES: gl.constexpr = BLOCK_N // BOX
+    NUM_BYTES: gl.constexpr = BLOCK_N * (LATENT_DIM + (64 if ROPE_DIM > 0 else 0)) * 2
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, 32, layout=LANES)
+    part = part_bounds(bounds_ptr, GANG)
+    fetched = 0
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        _, num_tokens, cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        seq_len = cached + num_tokens
+        table_ptr = table_row(page_table_ptr, request, max_pages)
+        num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
+        for _ in range(gl.program_id(0) % GANG, num_tiles, GANG):
+            for block in range(begin, stop):
+                key = block * BLOCK_N + lanes * BOX
+                column = key // PAGE_SIZE
+                is_there = (lanes < NUM_BOXES) & (key < seq_len)
+                page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
+                hole_bits = gl.sum(gl.where(is_there & (page < 0), 1 << lanes, 0), 0)
+                first_slot = page * PAGE_SIZE + key % PAGE_SIZE
+                stage = fetched % STAGES
+                mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
+                holes.index(stage).store(gl.zeros([1], gl.int32, LANES) + hole_bits)
+                mbarrier.expect(full.index(stage), NUM_BYTES)
+                for box in gl.static_range(NUM_BOXES):
+                    slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
+                    load_tile(
+                        latent_desc, [slot, 0], full.index(stage),
+                        latents.index(stage).slice(box * BOX, BOX, dim=0),
+                    )  # fmt: skip
+                    if ROPE_DIM > 0:
+                        load_tile(
+                            rope_desc, [slot, LATENT_DIM], full.index(stage),
+                            ropes.index(stage).slice(box * BOX, BOX, dim=0),
+                        )  # fmt: skip
+                fetched += 1
+
+
+@gluon.jit
+def _load_query(q_ptr, q_latent, q_rope, offs_row, mask_row, ROPE_DIM: gl.constexpr):
+    """A tile of query rows into shared memory; rows that are not there are zero."""
+    LATENT_DIM: gl.constexpr = q_latent.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, WIDE))
+    offs = gl.expand_dims(gl.convert_layout(offs_row, gl.SliceLayout(1, WIDE)), 1)
+    mask = gl.expand_dims(gl.convert_layout(mask_row, gl.SliceLayout(1, WIDE)), 1)
+    q_latent.store(gl.load(q_ptr + offs + gl.expand_dims(offs_l, 0), mask=mask, other=0.0))
+    if ROPE_DIM > 0:
+        offs_r = gl.arange(0, 64, layout=gl.SliceLayout(0, NARROW))
+        offs = gl.expand_dims(gl.convert_layout(offs_row, gl.SliceLayout(1, NARROW)), 1)
+        mask = gl.expand_dims(gl.convert_layout(mask_row, gl.SliceLayout(1, NARROW)), 1)
+        mask = mask & gl.expand_dims(offs_r < ROPE_DIM, 0)
+        ptrs = q_ptr + offs + LATENT_DIM + gl.expand_dims(offs_r, 0)
+        q_rope.store(gl.load(ptrs, mask=mask, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _attend(
+    q_ptr,
+    q_latent,
+    q_rope,
+    latents,
+    ropes,
+    weights_tile,
+    holes,
+    full,
+    empty,
+    out_ptr,
+    lse_ptr,
+    pieces_ptr,
+    piece_lses_ptr,
+    bounds_ptr,
+    offsets_ptr,
+    cache_lengths_ptr,
+    page_table_ptr,
+    scale_log2,
+    max_pages,
+    num_heads,
+    slot_rows,
+    stride_q_token,
+    stride_q_head,
+    GANG: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    LN_2: gl.constexpr,
+):
+    """Online softmax of each tile of query rows over the blocks in the ring. Four warps."""
+    STAGES: gl.constexpr = latents.type.shape[0]
+    LATENT_DIM: gl.constexpr = latents.type.shape[2]
+    ROWS: gl.constexpr = q_latent.shape[0]
+    BOX: gl.constexpr = min(PAGE_SIZE, 64)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, MMA)
+    OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
+    no_scores = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)
+    offs_l = gl.arange(0, LATENT_DIM, layout=OF_KEY)
+    part = part_bounds(bounds_ptr, GANG)
+    part_index = gl.program_id(0) // GANG
+    taken = 0
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        start, num_tokens, cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        seq_len = cached + num_tokens
+        num_rows = num_tokens * num_heads
+        table_ptr = table_row(page_table_ptr, request, max_pages)
+        is_first = (request == part[0]) & (part[1] > 0)
+        is_last = (request == part[2]) & (part[3] > 0)
+        piece = 2 * part_index + (1 - is_first.to(gl.int32))
+        for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
+            row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
+            mask_row = row < num_rows
+            token = row // num_heads
+            offs_row = (start + token).to(gl.int64) * stride_q_token
+            offs_row += (row % num_heads).to(gl.int64) * stride_q_head
+            _load_query(q_ptr, q_latent, q_rope, offs_row, mask_row, ROPE_DIM)
+            position = cached + token
+            column = position // PAGE_SIZE
+            own_page = gl.load(table_ptr + column, mask=mask_row & (column < max_pages), other=-1)
+            num_visible = gl.where(own_page >= 0, position + 1, 0)  # a padding token sees nothing
+            min_visible = gl.min(gl.where(mask_row, num_visible, seq_len), 0)
+
+            max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
+            weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
+            acc = gl.zeros([LATENT_DIM, ROWS], gl.float32, MMA)
+            for block in range(begin, stop):
+                stage = taken % STAGES
+                mbarrier.wait(full.index(stage), (taken // STAGES) & 1)
+                latent = latents.index(stage)
+                scores = warpgroup_mma(
+                    latent, q_latent.permute((1, 0)), no_scores, use_acc=False, is_async=True
+                )
+                if ROPE_DIM > 0:
+                    scores = warpgroup_mma(
+                        ropes.index(stage), q_rope.permute((1, 0)), scores, is_async=True
+                    )
+                hole_bits = scalar(holes.index(stage))
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+                first_key = block * BLOCK_N
+                if (first_key + BLOCK_N > min_visible) | (hole_bits != 0):
+                    offs_n = gl.arange(0, BLOCK_N, layout=OF_KEY)
+                    is_key = ((hole_bits >> (offs_n // BOX)) & 1) == 0
+                    key = gl.where(is_key, first_key + offs_n, 2147483647)
+                    is_visible = gl.expand_dims(key, 1) < gl.expand_dims(num_visible, 0)
+                    scores = gl.where(is_visible, scores, -float("inf"))
+                if first_key + BLOCK_N > seq_len:
+                    clear_rows(latent, seq_len - first_key)
+                new_max = gl.maximum(max_score, gl.max(scores, 0) * scale_log2)
+                shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+                weights = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 0))
+                rescale = gl.expand_dims(gl.exp2(max_score - shift), 0)
+                weight_sums = weight_sums * rescale + weights
+                max_score = new_max
+                weights_tile.store(weights.to(weights_tile.dtype))
+                fence_async_shared()
+                acc = warpgroup_mma(
+                    latent.permute((1, 0)), weights_tile, acc * rescale, is_async=True
+                )
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index(stage), count=1)
+                taken += 1
+
+            weight_sum = gl.sum(weight_sums, 0)
+            saw_none = weight_sum == 0.0
+            lse = max_score + gl.log2(gl.where(saw_none, 1.0, weight_sum))
+            inverse = gl.where(saw_none, 0.0, 1.0 / gl.where(saw_none, 1.0, weight_sum))
+            inverse = gl.expand_dims(inverse, 0)
+            acc = gl.where(inverse > 0, acc * inverse, 0.0)  # 0 times a NaN that was not to be seen
+            if is_first | is_last:
+                piece_row = piece.to(gl.int64) * slot_rows + row
+                offs = gl.expand_dims(piece_row * LATENT_DIM, 0) + gl.expand_dims(offs_l, 1)
+                gl.store(pieces_ptr + offs, acc, mask=gl.expand_dims(mask_row, 0))
+                gl.store(piece_lses_ptr + piece_row, lse, mask=mask_row)
+            else:
+                out_row = start.to(gl.int64) * num_heads + row
+                offs = gl.expand_dims(out_row * LATENT_DIM, 0) + gl.expand_dims(offs_l, 1)
+                out = acc.to(out_ptr.dtype.element_ty)
+                gl.store(out_ptr + offs, out, mask=gl.expand_dims(mask_row, 0))
+                gl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
+
+
+@gluon.jit(
+    do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages", "slot_rows"],
+    do_not_specialize_on_alignment=ANY_ALIGNMENT,
+)
+def _mla_decode_few_kernel(
+    q_ptr,  # [T, H, L+R]
+    latent_desc,  # [slots, L+R] in boxes [min(page size, 64), L]
+    rope_desc,  # the same rows in boxes [min(page size, 64), 64]
+    out_ptr,  # [T, H, L]
+    lse_ptr,  # fp32 [T, H]
+    pieces_ptr,  # fp32 [2 * num_parts, slot_rows, L]
+    piece_lses_ptr,  # fp32 [2 * num_parts, slot_rows]
+    bounds_ptr,  # int32 [num_parts + 1, 2]
+    offsets_ptr,  # int32 [B+1]
+    cache_lengths_ptr,  # int32 [B]
+    page_table_ptr,  # int32 [B, max_pages]
+    scale_log2,
+    num_requests,
+    num_tokens,
+    num_heads,
+    max_pages,
+    slot_rows,
+    stride_q_token,
+    stride_q_head,
+    PAGE_SIZE: gl.constexpr,
+    LATENT_DIM: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    GANG: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LN_2: gl.constexpr,
+):
+    DTYPE: gl.constexpr = latent_desc.dtype
+    q_latent_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, LATENT_DIM], DTYPE)
+    rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], DTYPE)
+    weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], DTYPE)
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    latents = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, LATENT_DIM], latent_desc.layout)
+    ropes = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, 64], rope_desc.layout)
+    q_latent = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT_DIM], q_latent_layout)
+    q_rope = gl.allocate_shared_memory(DTYPE, [ROWS, 64], rope_layout)
+    weights_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, ROWS], weights_layout)
+    holes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
+    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    q_ptr, q_latent, q_rope, latents, ropes, weights_tile, holes, full, empty,
+                    out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, bounds_ptr, offsets_ptr,
+                    cache_lengths_ptr, page_table_ptr, scale_log2, max_pages, num_heads, slot_rows,
+                    stride_q_token, stride_q_head, GANG, PAGE_SIZE, ROPE_DIM, LN_2,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    latent_desc, rope_desc, latents, ropes, holes, full, empty, bounds_ptr,
+                    offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads, GANG,
+                    ROWS, PAGE_SIZE, ROPE_DIM,
+                ),
+            ),
+        ],
+        [1],
+        [56],
+    )  # fmt: skip
+
+
+def mla_decode_few(
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+) -> None:
+    """Fill the rows of requests that are not cut, the pieces of those that are, and padding."""
+    grid, arguments, options = _call(q, pages, batch, softmax_scale, out, lse, schedule)
+    _mla_decode_few_kernel[grid](**arguments, **options)
+
+
+def _call(
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
+    """The launch's grid, arguments and options."""
+    fmt, work = pages.format, schedule.work
+    rows = pages.latent.as_strided((pages.num_slots, fmt.row_dim), (pages.latent.stride(1), 1))
+    box = min(pages.page_size, 64)
+    arguments = {
+        "q_ptr": q,
+        "latent_desc": tile_descriptor(rows, (box, fmt.kv_lora_rank)),
+        "rope_desc": tile_descriptor(rows, (box, 64)),
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "pieces_ptr": schedule.outs,
+        "piece_lses_ptr": schedule.lses,
+        "bounds_ptr": schedule.bounds,
+        "offsets_ptr": batch.input_row_offsets,
+        "cache_lengths_ptr": batch.cache_lengths,
+        "page_table_ptr": batch.page_table,
+        "scale_log2": softmax_scale / LN_2,
+        "num_requests": batch.num_requests,
+        "num_tokens": len(q),
+        "num_heads": q.shape[1],
+        "max_pages": batch.max_pages,
+        "slot_rows": schedule.outs.shape[1],
+        "stride_q_token": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "PAGE_SIZE": pages.page_size,
+        "LATENT_DIM": fmt.kv_lora_rank,
+        "ROPE_DIM": fmt.rope_dim,
+        "GANG": work.gang,
+        "ROWS": work.tile_rows,
+        "STAGES": 2,
+        "LN_2": LN_2,
+    }
+    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+    return (work.num_parts * work.gang,), arguments, options
+
+
+def shipped_configs(capability: int) -> Iterator[KernelConfig]:
+    """Each tile of rows, dims and page size."""
+    if capability != 90:
+        return
+    for rows, latent_dim, rope_dim, page_size in (
+        (8, 512, 64, 64), (16, 512, 64, 64), (32, 512, 64, 64), (16, 512, 64, 16),
+        (16, 256, 64, 64), (16, 256, 32, 64), (16, 512, 0, 64), (16, 512, 64, 256),
+    ):  # fmt: skip
+        fmt = CacheFormat("bf16", latent_dim, rope_dim)
+        pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
+        q = torch.empty(1, rows, fmt.row_dim, dtype=torch.bfloat16)
+        out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, rows)
+        batch = PagedBatch([0, 1], [0], [[0]])
+        schedule = Schedule(
+            Work(132, 1, rows, 64),
+            torch.empty(133, 2, dtype=torch.int32),
+            torch.empty(1, dtype=torch.int32),
+            torch.empty(1, dtype=torch.int64),
+            torch.empty(264, rows, latent_dim),
+            torch.empty(264, rows),
+        )
+        _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
+        label = f"L{latent_dim}-R{rope_dim}-rows{rows}-page{page_size}"
+        yield config_of_call(_mla_decode_few_kernel, label, arguments, options, **SMALL_SPILLS)

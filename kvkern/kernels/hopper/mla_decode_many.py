@@ -1,0 +1,660 @@
+"""mla_decode for 64 rows and more: out = softmax(scale Q K^T) V, 64 rows a program, both on wgmma.
+
+The accumulator, 64 rows of the latent in fp32, is half of an SM's registers, so two warpgroups hold
+a half of its columns each. The first computes scores and softmax, and passes on the weights; its
+next scores are under way while the second still multiplies. One warp fetches blocks of 64 keys by
+TMA, each half by a barrier of its own, into a ring of two. Row tiles of a request are a gang: they
+run side by side on the same keys, and each asks the L2 for its share of the next page.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kvkern.cache.batch import PagedBatch
+from kvkern.cache.storage import LayerPages, PagedKVCache
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
+from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
+from kvkern.kernels.hopper.paging import (
+    BLOCK_N,
+    clear_padding,
+    clear_rows,
+    part_bounds,
+    request_share,
+    scalar,
+    table_row,
+)
+from kvkern.kernels.numerics import LN_2
+from kvkern.kernels.paging import ANY_ALIGNMENT
+from kvkern.kernels.schedule import Schedule, Work
+from kvkern.layout import CacheFormat
+
+ROWS: gl.constexpr = gl.constexpr(64)  # query rows a program
+_NONE: gl.constexpr = gl.constexpr(-1e30)  # a maximum of no scores; finite, as -inf - -inf is NaN
+_LAG: gl.constexpr = gl.constexpr(8.0)  # log2 of what a maximum may lag behind
+# a thread holds 8 neighbouring columns of a row, which it can store at once; by half of a latent
+_WIDE_128: gl.constexpr = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 128],
+    )
+)
+_WIDE_256: gl.constexpr = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit
+def _start_scores(q, keys, full_left, full_right, block, no_scores, ROPE_DIM: gl.constexpr):
+    """Scores of the ring's ``block``-th block: two or three wgmma groups, not waited for."""
+    q_left, q_right, q_rope = q
+    left, right, rope = keys
+    stage = block & 1
+    phase = (block >> 1) & 1
+    zero = block >> 30  # a constant address would be kept in registers, and moved for each wgmma
+    mbarrier.wait(full_left.index(stage), phase)
+    scores = warpgroup_mma(
+        q_left.index(zero), left.index(stage).permute((1, 0)), no_scores, use_acc=False,
+        is_async=True,
+    )  # fmt: skip
+    if ROPE_DIM > 0:
+        scores = warpgroup_mma(
+            q_rope.index(zero), rope.index(stage).permute((1, 0)), scores, is_async=True
+        )
+    mbarrier.wait(full_right.index(stage), phase)
+    return warpgroup_mma(
+        q_right.index(zero), right.index(stage).permute((1, 0)), scores, is_async=True
+    )
+
+
+@gluon.jit
+def _mask_scores(scores, hole_bits, block, num_visible, min_visible, BOX: gl.constexpr):
+    """-inf for keys that a row must not see."""
+    first_key = block * BLOCK_N
+    if (first_key + BLOCK_N > min_visible) | (hole_bits != 0):
+        offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
+        is_key = ((hole_bits >> (offs_n // BOX)) & 1) == 0
+        key = gl.where(is_key, first_key + offs_n, 2147483647)
+        is_visible = gl.expand_dims(key, 0) < gl.expand_dims(num_visible, 1)
+        scores = gl.where(is_visible, scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def _store_half(acc, out_ptr, first_row, num_rows, columns, STRIDE: gl.constexpr):
+    """Rows of half of the latent as they lie in registers."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    offs_l = columns + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    offs = gl.expand_dims(row * STRIDE, 1) + gl.expand_dims(offs_l, 0)
+    values = acc.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + first_row * STRIDE + offs, values, mask=gl.expand_dims(row < num_rows, 1))
+
+
+@gluon.jit
+def _store_half_wide(acc, tile, out_ptr, first_row, num_rows, columns, STRIDE: gl.constexpr):
+    """The same by 16 bytes a thread, through a tile [64, 64] of shared memory."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    NUM_CHUNKS: gl.constexpr = acc.shape[1] // 64
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+    offs_l = columns + gl.arange(0, 64, layout=gl.SliceLayout(0, WIDE))
+    ptrs = out_ptr + first_row * STRIDE + gl.expand_dims(row * STRIDE, 1)
+    ptrs = ptrs + gl.expand_dims(offs_l, 0)
+    mask = gl.expand_dims(row < num_rows, 1)
+    values = acc.to(tile.dtype)
+    if NUM_CHUNKS == 4:
+        halves = values.reshape([64, 4, 64]).permute([0, 2, 1]).reshape([64, 64, 2, 2])
+        even, odd = gl.split(halves)
+        chunk0, chunk2 = gl.split(even)
+        chunk1, chunk3 = gl.split(odd)
+        tile.store(chunk0)
+        gl.store(ptrs, tile.load(WIDE), mask=mask)
+        tile.store(chunk1)
+        gl.store(ptrs + 64, tile.load(WIDE), mask=mask)
+        tile.store(chunk2)
+        gl.store(ptrs + 128, tile.load(WIDE), mask=mask)
+        tile.store(chunk3)
+        gl.store(ptrs + 192, tile.load(WIDE), mask=mask)
+    else:
+        chunk0, chunk1 = gl.split(values.reshape([64, 2, 64]).permute([0, 2, 1]))
+        tile.store(chunk0)
+        gl.store(ptrs, tile.load(WIDE), mask=mask)
+        tile.store(chunk1)
+        gl.store(ptrs + 64, tile.load(WIDE), mask=mask)
+
+
+@gluon.jit
+def _attend_left(
+    q,
+    keys,
+    weights_tile,
+    factors,
+    flag,
+    holes,
+    barriers,
+    out_ptr,
+    lse_ptr,
+    pieces_ptr,
+    piece_lses_ptr,
+    bounds_ptr,
+    offsets_ptr,
+    cache_lengths_ptr,
+    page_table_ptr,
+    scale_log2,
+    max_pages,
+    num_heads,
+    slot_rows,
+    GANG: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    LN_2: gl.constexpr,
+):
+    """Scores, softmax and the left half of the output."""
+    left, right, _rope = keys
+    q_full, q_empty, full_left, full_right, empty_left, passed, taken = barriers
+    HALF: gl.constexpr = left.type.shape[2]
+    BOX: gl.constexpr = min(PAGE_SIZE, 64)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    OF_SCORE: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OF_ACC: gl.constexpr = gl.SliceLayout(1, ACC)
+    NUM_GROUPS: gl.constexpr = 3 if ROPE_DIM > 0 else 2
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    part = part_bounds(bounds_ptr, GANG)
+    part_index = gl.program_id(0) // GANG
+    done = 0  # blocks of the ring
+    sent = 0  # weights and factors that were passed on
+    tiles = 0  # of query rows, that had keys
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        start, num_tokens, cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        seq_len = cached + num_tokens
+        num_rows = num_tokens * num_heads
+        table_ptr = table_row(page_table_ptr, request, max_pages)
+        starts_inside = (request == part[0]) & (part[1] > 0)
+        is_piece = starts_inside | ((request == part[2]) & (part[3] > 0))
+        piece = 2 * part_index + (1 - starts_inside.to(gl.int32))
+        for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
+            row = tile * ROWS + gl.arange(0, ROWS, layout=OF_SCORE)
+            mask_row = row < num_rows
+            max_score = gl.full([ROWS], _NONE, gl.float32, OF_SCORE)
+            weight_sum = gl.zeros([ROWS], gl.float32, OF_SCORE)
+            acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
+            if begin < stop:
+                position = cached + row // num_heads
+                column = position // PAGE_SIZE
+                own_page = gl.load(
+                    table_ptr + column, mask=mask_row & (column < max_pages), other=-1
+                )
+                num_visible = gl.where(own_page >= 0, position + 1, 0)  # padding sees nothing
+                min_visible = gl.min(gl.where(mask_row, num_visible, seq_len), 0)
+                mbarrier.wait(q_full, tiles & 1)
+                scores = _start_scores(q, keys, full_left, full_right, done, no_scores, ROPE_DIM)
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+                for block in range(begin, stop - 1):
+                    hole_bits = scalar(holes.index(done & 1))
+                    scores = _mask_scores(scores, hole_bits, block, num_visible, min_visible, BOX)
+                    new_max = gl.max(scores, 1) * scale_log2
+                    is_far = new_max > max_score + _LAG
+                    new_max = gl.where(is_far, new_max, max_score)
+                    is_any_far = gl.max(is_far.to(gl.int32), 0)
+                    rescale = gl.exp2(max_score - new_max)
+                    max_score = new_max
+                    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(max_score, 1))
+                    if is_any_far > 0:
+                        factor = gl.convert_layout(rescale, OF_ACC, assert_trivial=True)
+                        acc = acc * gl.expand_dims(factor, 1)
+                    rounded = weights.to(weights_tile.dtype)
+                    acc_started = warpgroup_mma(
+                        gl.convert_layout(rounded, OPERAND, assert_trivial=True),
+                        left.index(done & 1), acc, is_async=True,
+                    )  # fmt: skip
+                    scores_started = _start_scores(
+                        q, keys, full_left, full_right, done + 1, no_scores, ROPE_DIM
+                    )
+                    mbarrier.wait(taken, (sent & 1) ^ 1)
+                    weights_tile.store(rounded)
+                    factors.store(rescale)
+                    flag.store(
+                        gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + is_any_far
+                    )
+                    mbarrier.arrive(passed, count=1)
+                    sent += 1
+                    weight_sum = weight_sum * rescale + gl.sum(weights, 1)
+                    acc = warpgroup_mma_wait(NUM_GROUPS, deps=(acc_started,))
+                    mbarrier.arrive(empty_left.index(done & 1), count=1)
+                    scores = warpgroup_mma_wait(0, deps=(scores_started,))
+                    done += 1
+                mbarrier.arrive(q_empty, count=1)
+                hole_bits = scalar(holes.index(done & 1))
+                scores = _mask_scores(scores, hole_bits, stop - 1, num_visible, min_visible, BOX)
+                num_left = seq_len - (stop - 1) * BLOCK_N
+                if num_left < BLOCK_N:
+                    clear_rows(left.index(done & 1), num_left)
+                    clear_rows(right.index(done & 1), num_left)
+                new_max = gl.maximum(max_score, gl.max(scores, 1) * scale_log2)
+                rescale = gl.exp2(max_score - new_max)
+                max_score = new_max
+                weights = gl.exp2(scores * scale_log2 - gl.expand_dims(max_score, 1))
+                weight_sum = weight_sum * rescale + gl.sum(weights, 1)
+                rounded = weights.to(weights_tile.dtype)
+                factor = gl.convert_layout(rescale, OF_ACC, assert_trivial=True)
+                acc = acc * gl.expand_dims(factor, 1)
+                acc_started = warpgroup_mma(
+                    gl.convert_layout(rounded, OPERAND, assert_trivial=True),
+                    left.index(done & 1), acc, is_async=True,
+                )  # fmt: skip
+                mbarrier.wait(taken, (sent & 1) ^ 1)
+                weights_tile.store(rounded)
+                factors.store(rescale)
+                flag.store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+                mbarrier.arrive(passed, count=1)
+                sent += 1
+                acc = warpgroup_mma_wait(0, deps=(acc_started,))
+                mbarrier.arrive(empty_left.index(done & 1), count=1)
+                done += 1
+                tiles += 1
+
+            saw_none = weight_sum == 0.0
+            inverse = gl.where(saw_none, 0.0, 1.0 / gl.where(saw_none, 1.0, weight_sum))
+            mbarrier.wait(taken, (sent & 1) ^ 1)
+            factors.store(inverse)
+            mbarrier.arrive(passed, count=1)
+            sent += 1
+            lse = max_score + gl.log2(gl.where(saw_none, 1.0, weight_sum))
+            lse = gl.where(saw_none, -float("inf"), lse)
+            factor = gl.expand_dims(gl.convert_layout(inverse, OF_ACC, assert_trivial=True), 1)
+            acc = gl.where(factor > 0, acc * factor, 0.0)  # 0 times a NaN that was not to be seen
+            num_left = num_rows - tile * ROWS
+            if is_piece:
+                first_row = piece.to(gl.int64) * slot_rows + tile * ROWS
+                _store_half(acc, pieces_ptr, first_row, num_left, 0, 2 * HALF)
+                gl.store(piece_lses_ptr + piece.to(gl.int64) * slot_rows + row, lse, mask=mask_row)
+            else:
+                first_row = start.to(gl.int64) * num_heads + tile * ROWS
+                _store_half_wide(acc, weights_tile, out_ptr, first_row, num_left, 0, 2 * HALF)
+                gl.store(lse_ptr + start.to(gl.int64) * num_heads + row, lse * LN_2, mask=mask_row)
+
+
+@gluon.jit
+def _attend_right(
+    right,
+    weights_tile,
+    factors,
+    flag,
+    barriers,
+    out_ptr,
+    pieces_ptr,
+    bounds_ptr,
+    offsets_ptr,
+    cache_lengths_ptr,
+    num_heads,
+    slot_rows,
+    GANG: gl.constexpr,
+):
+    """The right half of the output, from weights and factors that ``_attend_left`` passes on."""
+    empty_right, passed, taken = barriers
+    HALF: gl.constexpr = right.type.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    OF_ACC: gl.constexpr = gl.SliceLayout(1, ACC)
+    part = part_bounds(bounds_ptr, GANG)
+    part_index = gl.program_id(0) // GANG
+    done = 0
+    received = 0
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        start, num_tokens, _cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        num_rows = num_tokens * num_heads
+        starts_inside = (request == part[0]) & (part[1] > 0)
+        is_piece = starts_inside | ((request == part[2]) & (part[3] > 0))
+        piece = 2 * part_index + (1 - starts_inside.to(gl.int32))
+        for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
+            acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
+            for _ in range(begin, stop):
+                mbarrier.wait(passed, received & 1)
+                weights = weights_tile.load(OPERAND)
+                rescale = factors.load(OF_ACC)
+                is_any_far = scalar(flag)
+                mbarrier.arrive(taken, count=1)
+                received += 1
+                if is_any_far > 0:
+                    acc = acc * gl.expand_dims(rescale, 1)
+                acc = warpgroup_mma(weights, right.index(done & 1), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty_right.index(done & 1), count=1)
+                done += 1
+            mbarrier.wait(passed, received & 1)
+            inverse = factors.load(OF_ACC)
+            mbarrier.arrive(taken, count=1)
+            received += 1
+            factor = gl.expand_dims(inverse, 1)
+            acc = gl.where(factor > 0, acc * factor, 0.0)
+            num_left = num_rows - tile * ROWS
+            if is_piece:
+                first_row = piece.to(gl.int64) * slot_rows + tile * ROWS
+                _store_half(acc, pieces_ptr, first_row, num_left, HALF, 2 * HALF)
+            else:
+                first_row = start.to(gl.int64) * num_heads + tile * ROWS
+                WIDE: gl.constexpr = _WIDE_256 if HALF == 256 else _WIDE_128
+                out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
+                _store_half(out, out_ptr, first_row, num_left, HALF, 2 * HALF)
+
+
+@gluon.jit
+def _prefetch(address, lane, NUM_BYTES: gl.constexpr):
+    """Ask the L2 for memory, by one instruction of one thread; address 0: for nothing."""
+    address = gl.where(lane == 0, address, 0)
+    gl.inline_asm_elementwise(
+        f"{{ .reg .pred p; setp.ne.u64 p, $1, 0; @p cp.async.bulk.prefetch.L2.global [$1],"
+        f" {NUM_BYTES}; mov.u32 $0, 0; }}",
+        "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fetch(
+    q_half_desc,
+    q_rope_desc,
+    half_desc,
+    rope_desc,
+    rows_ptr,
+    q,
+    keys,
+    holes,
+    barriers,
+    bounds_ptr,
+    offsets_ptr,
+    cache_lengths_ptr,
+    page_table_ptr,
+    max_pages,
+    num_heads,
+    GANG: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    ROW_DIM: gl.constexpr,
+):
+    """Queries, and the keys of a block as left half and rope key, then right half. One warp."""
+    q_left, q_right, q_rope = q
+    left, right, rope = keys
+    q_full, q_empty, full_left, full_right, empty_left, empty_right = barriers
+    HALF: gl.constexpr = left.type.shape[2]
+    BOX: gl.constexpr = half_desc.block_type.shape[0]
+    NUM_BOXES: gl.constexpr = BLOCK_N // BOX
+    ROPE_WIDTH: gl.constexpr = 64 if ROPE_DIM > 0 else 0
+    SHARE: gl.constexpr = BLOCK_N * ROW_DIM * 2 // GANG // 128 * 128  # bytes to prefetch
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, 32, layout=LANES)
+    member = gl.program_id(0) % GANG
+    part = part_bounds(bounds_ptr, GANG)
+    fetched = 0
+    tiles = 0
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        start, num_tokens, cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        seq_len = cached + num_tokens
+        table_ptr = table_row(page_table_ptr, request, max_pages)
+        num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
+        if begin == stop:
+            num_tiles = 0
+        for tile in range(member, num_tiles, GANG):
+            q_row = start * num_heads + tile * ROWS
+            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
+            mbarrier.expect(q_full, ROWS * (2 * HALF + ROPE_WIDTH) * 2)
+            load_tile(q_half_desc, [q_row, 0], q_full, q_left.index(0))
+            load_tile(q_half_desc, [q_row, HALF], q_full, q_right.index(0))
+            if ROPE_DIM > 0:
+                load_tile(q_rope_desc, [q_row, 2 * HALF], q_full, q_rope.index(0))
+            tiles += 1
+            for block in range(begin, stop):
+                key = block * BLOCK_N + lanes * BOX
+                column = key // PAGE_SIZE
+                is_there = (lanes < NUM_BOXES) & (key < seq_len)
+                page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
+                hole_bits = gl.sum(gl.where(is_there & (page < 0), 1 << lanes, 0), 0)
+                first_slot = page * PAGE_SIZE + key % PAGE_SIZE
+                stage = fetched & 1
+                is_ready = ((fetched >> 1) & 1) ^ 1
+                if NUM_BOXES == 1:
+                    next_key = (block + 1) * BLOCK_N
+                    next_column = next_key // PAGE_SIZE
+                    has_next = (block + 1 < stop) & (next_column < max_pages)
+                    next_page = gl.load(table_ptr + next_column, mask=has_next, other=-1)
+                    next_slot = (next_page * PAGE_SIZE + next_key % PAGE_SIZE).to(gl.int64)
+                    address = (rows_ptr + next_slot * ROW_DIM).to(gl.int64) + member * SHARE
+                    _prefetch(gl.where(next_page >= 0, address, 0), lanes, SHARE)
+                mbarrier.wait(empty_left.index(stage), is_ready)
+                holes.index(stage).store(gl.zeros([1], gl.int32, LANES) + hole_bits)
+                mbarrier.expect(full_left.index(stage), BLOCK_N * (HALF + ROPE_WIDTH) * 2)
+                for box in gl.static_range(NUM_BOXES):
+                    slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
+                    load_tile(
+                        half_desc, [slot, 0], full_left.index(stage),
+                        left.index(stage).slice(box * BOX, BOX, dim=0),
+                    )  # fmt: skip
+                    if ROPE_DIM > 0:
+                        load_tile(
+                            rope_desc, [slot, 2 * HALF], full_left.index(stage),
+                            rope.index(stage).slice(box * BOX, BOX, dim=0),
+                        )  # fmt: skip
+                mbarrier.wait(empty_right.index(stage), is_ready)
+                mbarrier.expect(full_right.index(stage), BLOCK_N * HALF * 2)
+                for box in gl.static_range(NUM_BOXES):
+                    slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
+                    load_tile(
+                        half_desc, [slot, HALF], full_right.index(stage),
+                        right.index(stage).slice(box * BOX, BOX, dim=0),
+                    )  # fmt: skip
+                fetched += 1
+
+
+@gluon.jit(
+    do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages", "slot_rows"],
+    do_not_specialize_on_alignment=ANY_ALIGNMENT,
+)
+def _mla_decode_many_kernel(
+    q_half_desc,  # [T * H, L+R] in boxes [64, L / 2]
+    q_rope_desc,  # the same in boxes [64, 64]
+    half_desc,  # [slots, L+R] in boxes [min(page size, 64), L / 2]
+    rope_desc,  # the same in boxes [min(page size, 64), 64]
+    rows_ptr,  # the same
+    out_ptr,  # [T, H, L]
+    lse_ptr,  # fp32 [T, H]
+    pieces_ptr,  # fp32 [2 * num_parts, slot_rows, L]
+    piece_lses_ptr,  # fp32 [2 * num_parts, slot_rows]
+    bounds_ptr,  # int32 [num_parts + 1, 2]
+    offsets_ptr,  # int32 [B+1]
+    cache_lengths_ptr,  # int32 [B]
+    page_table_ptr,  # int32 [B, max_pages]
+    scale_log2,
+    num_requests,
+    num_tokens,
+    num_heads,
+    max_pages,
+    slot_rows,
+    PAGE_SIZE: gl.constexpr,
+    LATENT_DIM: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    ROW_DIM: gl.constexpr,  # elements from row to row
+    GANG: gl.constexpr,
+    LN_2: gl.constexpr,
+):
+    DTYPE: gl.constexpr = half_desc.dtype
+    HALF: gl.constexpr = LATENT_DIM // 2
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_left = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], q_half_desc.layout)
+    q_right = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], q_half_desc.layout)
+    q_rope = gl.allocate_shared_memory(DTYPE, [1, ROWS, 64], q_rope_desc.layout)
+    left = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HALF], half_desc.layout)
+    right = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HALF], half_desc.layout)
+    rope = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, 64], rope_desc.layout)
+    weights_tile = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], rope_desc.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [ROWS], one)
+    flag = gl.allocate_shared_memory(gl.int32, [1], one)
+    holes = gl.allocate_shared_memory(gl.int32, [2, 1], one)
+    full_left = _barriers(2)
+    full_right = _barriers(2)
+    empty_left = _barriers(2)
+    empty_right = _barriers(2)
+    single = _barriers(4)
+    fence_async_shared()
+    q = (q_left, q_right, q_rope)
+    keys = (left, right, rope)
+    q_full = single.index(0)
+    q_empty = single.index(1)
+    passed = single.index(2)
+    taken = single.index(3)
+    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
+    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
+    gl.warp_specialize(
+        [
+            (
+                _attend_left,
+                (
+                    q, keys, weights_tile, factors, flag, holes,
+                    (q_full, q_empty, full_left, full_right, empty_left, passed, taken),
+                    out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, bounds_ptr, offsets_ptr,
+                    cache_lengths_ptr, page_table_ptr, scale_log2, max_pages, num_heads,
+                    slot_rows, GANG, PAGE_SIZE,
+                    ROPE_DIM, LN_2,
+                ),
+            ),
+            (
+                _attend_right,
+                (
+                    right, weights_tile, factors, flag, (empty_right, passed, taken),
+                    out_ptr, pieces_ptr, bounds_ptr, offsets_ptr, cache_lengths_ptr, num_heads,
+                    slot_rows, GANG,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    q_half_desc, q_rope_desc, half_desc, rope_desc, rows_ptr, q, keys, holes,
+                    (q_full, q_empty, full_left, full_right, empty_left, empty_right),
+                    bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr,
+                    max_pages, num_heads, GANG, PAGE_SIZE, ROPE_DIM, ROW_DIM,
+                ),
+            ),
+        ],
+        [4, 1],
+        [208, 40],
+    )  # fmt: skip
+
+
+def mla_decode_many(
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+) -> None:
+    """Fill the rows of requests that are not cut, the pieces of those that are, and padding."""
+    grid, arguments, options = _call(q, pages, batch, softmax_scale, out, lse, schedule)
+    _mla_decode_many_kernel[grid](**arguments, **options)
+
+
+def _call(
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
+    """The launch's grid, arguments and options."""
+    fmt, work = pages.format, schedule.work
+    row_stride, half = pages.latent.stride(1), fmt.kv_lora_rank // 2
+    rows = pages.latent.as_strided((pages.num_slots, fmt.row_dim), (row_stride, 1))
+    queries = q.reshape(-1, fmt.row_dim)  # a copy where heads are not one behind another
+    if queries.data_ptr() % 16:
+        queries = queries.clone()
+    box = min(pages.page_size, 64)
+    arguments = {
+        "q_half_desc": tile_descriptor(queries, (64, half)),
+        "q_rope_desc": tile_descriptor(queries, (64, 64)),
+        "half_desc": tile_descriptor(rows, (box, half)),
+        "rope_desc": tile_descriptor(rows, (box, 64)),
+        "rows_ptr": rows,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "pieces_ptr": schedule.outs,
+        "piece_lses_ptr": schedule.lses,
+        "bounds_ptr": schedule.bounds,
+        "offsets_ptr": batch.input_row_offsets,
+        "cache_lengths_ptr": batch.cache_lengths,
+        "page_table_ptr": batch.page_table,
+        "scale_log2": softmax_scale / LN_2,
+        "num_requests": batch.num_requests,
+        "num_tokens": len(q),
+        "num_heads": q.shape[1],
+        "max_pages": batch.max_pages,
+        "slot_rows": schedule.outs.shape[1],
+        "PAGE_SIZE": pages.page_size,
+        "LATENT_DIM": fmt.kv_lora_rank,
+        "ROPE_DIM": fmt.rope_dim,
+        "ROW_DIM": row_stride,
+        "GANG": work.gang,
+        "LN_2": LN_2,
+    }
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return (work.num_parts * work.gang,), arguments, options
+
+
+def shipped_configs(capability: int) -> Iterator[KernelConfig]:
+    """Gangs, dims and page sizes."""
+    if capability != 90:
+        return
+    for gang, latent_dim, rope_dim, page_size in (
+        (1, 512, 64, 64), (2, 512, 64, 64), (2, 512, 64, 16), (2, 256, 64, 64), (2, 256, 32, 64),
+        (2, 512, 0, 64),
+    ):  # fmt: skip
+        fmt = CacheFormat("bf16", latent_dim, rope_dim)
+        pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
+        q = torch.empty(1, 64 * gang, fmt.row_dim, dtype=torch.bfloat16)
+        out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, 64 * gang)
+        schedule = Schedule(
+            Work(132 // gang, gang, 64, 64),
+            torch.empty(133, 2, dtype=torch.int32),
+            torch.empty(1, dtype=torch.int32),
+            torch.empty(1, dtype=torch.int64),
+            torch.empty(264 // gang, 64 * gang, latent_dim),
+            torch.empty(264 // gang, 64 * gang),
+        )
+        batch = PagedBatch([0, 1], [0], [[0]])
+        _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
+        label = f"L{latent_dim}-R{rope_dim}-gang{gang}-page{page_size}"
+        yield config_of_call(_mla_decode_many_kernel, label, arguments, options, **SMALL_SPILLS)

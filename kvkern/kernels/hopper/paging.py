@@ -1,0 +1,66 @@
+"""What Gluon's decode kernels share: their part of the schedule, and rows that are not there."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+BLOCK_N: gl.constexpr = gl.constexpr(64)  # keys a block
+
+
+@gluon.jit
+def part_bounds(bounds_ptr, GANG: gl.constexpr):
+    """First request and block of a part, and those of the next."""
+    bound = bounds_ptr + gl.program_id(0) // GANG * 2
+    return gl.load(bound), gl.load(bound + 1), gl.load(bound + 2), gl.load(bound + 3)
+
+
+@gluon.jit
+def request_share(offsets_ptr, cache_lengths_ptr, request, part):
+    """Its tokens, cached length, and the blocks of it that this part takes."""
+    first_request, first_block, last_request, last_block = part
+    start = gl.load(offsets_ptr + request)
+    end = gl.load(offsets_ptr + request + 1)
+    cached = gl.load(cache_lengths_ptr + request)
+    num_blocks = gl.cdiv(cached + end - start, BLOCK_N)
+    begin = gl.where(request == first_request, first_block, 0)
+    stop = gl.where(request == last_request, gl.minimum(last_block, num_blocks), num_blocks)
+    return start, end - start, cached, gl.minimum(begin, stop), stop
+
+
+@gluon.jit
+def table_row(page_table_ptr, request, max_pages):
+    """Where a request's page ids are."""
+    return page_table_ptr + request.to(gl.int64) * max_pages
+
+
+@gluon.jit
+def clear_rows(tile, num_rows):
+    """Zero the rows of a tile from ``num_rows`` on: 0 times what memory holds there may be NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT)), 1)
+    for column in gl.static_range(tile.shape[1] // 64):
+        columns = tile.slice(column * 64, 64, dim=1)
+        values = columns.load(LAYOUT)
+        columns.store(gl.where(row < num_rows, values, gl.zeros_like(values)))
+    fence_async_shared()
+
+
+@gluon.jit
+def scalar(cell):
+    """The one int32 in shared memory."""
+    return gl.max(cell.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def clear_padding(out_ptr, lse_ptr, first_row, num_rows, LATENT_DIM: gl.constexpr):
+    """Rows of tokens past the last request's."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    zeros = gl.zeros([8, LATENT_DIM], out_ptr.dtype.element_ty, LAYOUT)
+    nothing = gl.full([8], -float("inf"), gl.float32, OF_ROW)
+    for first in range(first_row + gl.program_id(0) * 8, num_rows, gl.num_programs(0) * 8):
+        row = first + gl.arange(0, 8, layout=OF_ROW).to(gl.int64)
+        offs = gl.expand_dims(row * LATENT_DIM, 1) + gl.expand_dims(offs_l, 0)
+        gl.store(out_ptr + offs, zeros, mask=gl.expand_dims(row < num_rows, 1))
+        gl.store(lse_ptr + row, nothing, mask=row < num_rows)

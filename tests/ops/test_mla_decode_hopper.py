@@ -1,0 +1,302 @@
+"""mla_decode by the Hopper kernels: the contract of mla_decode, on a card of capability 9.0."""
+
+import pytest
+import torch
+
+import kvkern
+from kvkern import CacheFormat, PagedBatch, UnsupportedError, mla_decode
+from kvkern.backends import DecodeCall, table
+from kvkern.kernels.device import Gpu
+from kvkern.testing.budget import assert_within_budget
+from kvkern.testing.inputs import POISON, make_paged_case
+
+BF16 = torch.bfloat16
+SCALE = 0.07
+H100 = Gpu(capability=90, num_sms=132)
+FULL = CacheFormat("bf16")
+
+
+def is_hopper():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a card of compute capability 9.0")
+
+
+def make(fmt, num_heads, lengths, num_padding=0, **options):
+    case = make_paged_case(fmt, *lengths, device="cuda", **{"page_size": 64, **options})
+    num_tokens = case.batch.num_tokens + num_padding
+    q = torch.randn(num_tokens, num_heads, fmt.row_dim, dtype=fmt.latent_dtype, device="cuda")
+    return case, q
+
+
+def decode(q, view, **options):
+    return mla_decode(q, view, softmax_scale=SCALE, backend="hopper", **options)
+
+
+def assert_right(result, q, view):
+    exact = mla_decode(q.double(), view, softmax_scale=SCALE, backend="reference")
+    rounded = mla_decode(q, view, softmax_scale=SCALE, backend="reference")
+    assert_within_budget(result.out, exact.out, rounded.out)
+    assert_within_budget(result.lse, exact.lse, rounded.lse, eps_of=q.dtype)
+
+
+# ---- what is refused, and how work is cut: without a card
+
+CALL = DecodeCall(BF16, FULL, 64, None, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": CacheFormat("fp8")}, "takes formats bf16 and fp16, got fp8"),
+        ({"q_dtype": torch.float16}, "takes q in the cache's dtype torch.bfloat16, got torch.flo"),
+        ({"format": CacheFormat("bf16", 384, 64)}, "takes 128, 256 or 512 latent and up to 64 ro"),
+        ({"format": CacheFormat("bf16", 512, 128)}, "and up to 64 rope columns, got 512 and 128"),
+        ({"page_size": 8}, "takes pages of 16, 32 or a multiple of 64 tokens, got 8"),
+        ({"page_size": 96}, "takes pages of 16, 32 or a multiple of 64 tokens, got 96"),
+        ({"num_splits": 2}, "cuts keys by its own schedule: leave num_splits out, got 2"),
+        ({"max_rows": None}, "needs to know max_query_len: build the batch from host data"),
+        ({"max_rows": 513}, "takes up to 512 rows (new tokens x heads) a request, got 513"),
+    ],
+)
+def test_call_that_it_does_not_take_is_refused_with_the_reason(change, reason):
+    assert table._hopper_refuses_call(CALL) is None
+    refused = table._hopper_refuses_call(CALL._replace(**change))
+    assert refused is not None and reason in refused
+
+
+def test_device_without_it_is_refused(device):
+    if not is_hopper():
+        case = make_paged_case(CacheFormat("bf16", 128, 32), [5], [1], device=device)
+        q = torch.randn(1, 4, 160, dtype=BF16, device=device)
+        with pytest.raises(UnsupportedError, match="backend 'hopper' refuses: needs"):
+            mla_decode(q, case.view, softmax_scale=SCALE, backend="hopper")
+
+
+def test_tiles_are_no_larger_than_rows_and_gangs_hold_all_of_a_request():
+    from kvkern.kernels.hopper.mla_decode import choose_work
+
+    for num_heads in (1, 5, 8, 16, 17, 32, 33, 64, 100, 128):
+        for query_len in (1, 2, 4):
+            for latent_dim in (128, 256, 512):
+                work = choose_work(num_heads, query_len, latent_dim, H100)
+                rows = num_heads * query_len
+                assert work.gang * work.tile_rows >= rows
+                assert work.gang * work.tile_rows < 2 * max(rows, 8)
+                assert work.num_parts * work.gang <= 132 < (work.num_parts + 1) * work.gang
+                assert (work.tile_rows == 64) == (rows > 32 and latent_dim > 128)
+
+
+# ---- on the card
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [1, 5, 8, 12, 16, 20, 32, 40, 48, 64, 96, 128])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1, 1], [2, 0, 4, 1]])
+def test_any_head_count_and_query_length(num_heads, query_lens):
+    case, q = make(FULL, num_heads, ([1000, 64, 3, 2500], query_lens), num_padding=2)
+    assert_right(decode(q, case.view), q, case.view)
+
+
+@on_hopper
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize(
+    ("name", "latent", "rope"),
+    [("bf16", 512, 64), ("bf16", 256, 64), ("bf16", 256, 32), ("bf16", 512, 0), ("fp16", 512, 64),
+     ("bf16", 128, 48)],
+)  # fmt: skip
+def test_dims_dtypes_and_page_sizes(name, latent, rope, num_heads, page_size):
+    lengths = ([1000, 63, 64, 65, 0, 127], [1, 1, 2, 1, 3, 1])
+    case, q = make(CacheFormat(name, latent, rope), num_heads, lengths, page_size=page_size)
+    assert_right(decode(q, case.view), q, case.view)
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("lengths", [[1], [64], [4096] * 8, [131071], [20000, 1, 1, 700] * 10])
+def test_lengths_from_one_key_to_many(num_heads, lengths):
+    case, q = make(FULL, num_heads, (lengths, [1] * len(lengths)))
+    assert_right(decode(q, case.view), q, case.view)
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_values_with_a_mean_are_not_biased(num_heads, mean):
+    case, q = make(FULL, num_heads, ([8191], [1]), mean=mean)
+    result = decode(q, case.view)
+    assert_right(result, q, case.view)
+    exact = mla_decode(q.double(), case.view, softmax_scale=SCALE, backend="reference")
+    bias = (result.out.double() - exact.out).mean() / exact.out.abs().mean()
+    assert abs(bias) < 2e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_nothing_outside_a_request_is_read(num_heads, page_size):
+    lengths = ([37, 16, 9, 0, 131], [1, 3, 0, 2, 1])
+    case, q = make(FULL, num_heads, lengths, page_size=page_size)
+    poisoned = decode(q, case.view)
+    assert poisoned.out.isfinite().all() and not poisoned.lse.isnan().any()
+    case.fill_unwritten(0)
+    clean = decode(q, case.view)
+    assert torch.equal(clean.out, poisoned.out) and torch.equal(clean.lse, poisoned.lse)
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_padding_tokens_give_zero_and_minus_inf(num_heads):
+    case, q = make(FULL, num_heads, ([300, 5], [1, 2]), num_padding=3)
+    q[-3:] = torch.nan
+    result = decode(q, case.view)
+    assert (result.out[-3:] == 0).all() and (result.lse[-3:] == -torch.inf).all()
+    assert_right(mla_result(result, slice(0, -3)), q[:-3], case.view)
+
+
+def mla_result(result, rows):
+    return type(result)(result.out[rows], result.lse[rows])
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages_of_minus_one_are_absent(num_heads, page_size):
+    """In the middle of a request; or all of a request's, whose tokens then are padding."""
+    case, q = make(FULL, num_heads, ([500, 400], [1, 1]), page_size=page_size)
+    page_table = case.batch.page_table.cpu()
+    page_table[0, 2] = -1
+    page_table[1] = -1
+    batch = PagedBatch([0, 1, 2], [500, 400], page_table, device="cuda")
+    view = case.cache.view(0, batch)
+    result = decode(q, view)
+    assert (result.out[1] == 0).all() and (result.lse[1] == -torch.inf).all()
+    assert_right(result, q, view)
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_nan_in_one_request_harms_only_that_request(num_heads):
+    case, q = make(FULL, num_heads, ([200, 200], [1, 1]))
+    expected = decode(q, case.view)
+    case.cache.storage[0, case.batch.page_table[0, 0], 3] = POISON
+    result = decode(q, case.view)
+    assert result.out[0].isnan().all() and result.lse[0].isnan().all()
+    assert torch.equal(result.out[1], expected.out[1])
+    assert torch.equal(result.lse[1], expected.lse[1])
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_bits_do_not_depend_on_page_size_or_page_order(num_heads):
+    case, q = make(FULL, num_heads, ([1000, 64, 3000], [1, 2, 1]), page_size=64)
+    expected = decode(q, case.view)
+    for page_size in (16, 32, 64, 128):
+        result = decode(q, case.repaged(page_size).view)
+        assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_200_runs_give_the_same_bits(num_heads):
+    case, q = make(FULL, num_heads, ([5000, 64, 3000, 1], [1, 1, 1, 1]))
+    expected = decode(q, case.view)
+    for _ in range(200):
+        result = decode(q, case.view)
+        assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_strided_queries_and_given_out(num_heads):
+    case, q = make(FULL, num_heads, ([1000, 64], [1, 1]))
+    expected = decode(q, case.view)
+    wide = torch.full((2, num_heads + 2, 640), torch.nan, dtype=BF16, device="cuda")
+    wide[:, 1:-1, 8:584] = q
+    buffer = torch.full((4, num_heads, 512), 7.0, dtype=BF16, device="cuda")
+    result = decode(wide[:, 1:-1, 8:584], case.view, out=buffer[1:-1])
+    assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
+    assert (buffer[0] == 7).all() and (buffer[-1] == 7).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("num_padding", [0, 3])
+def test_empty_batches_are_fine(num_heads, num_padding):
+    cache = kvkern.PagedKVCache(FULL, num_layers=1, num_pages=1, page_size=64, device="cuda")
+    q = torch.randn(num_padding, num_heads, 576, dtype=BF16, device="cuda")
+    result = decode(q, cache.view(0, PagedBatch([0], [], [], device="cuda")))
+    assert (result.out == 0).all() and (result.lse == -torch.inf).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_captured_graph_replays_right_after_lengths_and_pages_change(num_heads):
+    case, _ = make(FULL, num_heads, ([4000, 37, 900, 0], [1, 2, 1, 3]))
+    static = PagedBatch.static(
+        max_requests=6, max_tokens=12, max_pages=80, max_query_len=4, max_seq_len=5120,
+        device="cuda",
+    )  # fmt: skip
+    view = case.cache.view(0, static)
+    q = torch.randn(12, num_heads, 576, dtype=BF16, device="cuda")
+    out = torch.empty(12, num_heads, 512, dtype=BF16, device="cuda")
+    static.refill([0, 1], [15], case.batch.page_table[:1, :1].cpu())
+    decode(q, view, out=out)  # compile
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            result = decode(q, view, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    batch = case.batch
+    offsets, lengths = batch.input_row_offsets.tolist(), batch.cache_lengths.tolist()
+    table = batch.page_table.tolist()
+    for order in ([0, 1, 2, 3], [3, 1], [2], []):
+        picked = [offsets[i + 1] - offsets[i] for i in order]
+        step = (
+            torch.tensor([0, *picked]).cumsum(0),
+            [lengths[i] for i in order],
+            [table[i] for i in order],
+        )
+        static.refill(*step)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_right(result, q, case.cache.view(0, PagedBatch(*step, device="cuda")))
+
+
+@on_hopper
+def test_layers_of_a_step_share_one_schedule_and_the_next_step_makes_its_own():
+    batch = PagedBatch([0, 1, 2], [3000, 100], [list(range(47)), list(range(47))], device="cuda")
+    cache = kvkern.PagedKVCache(FULL, num_layers=3, num_pages=47, page_size=64, device="cuda")
+    cache.buffer.zero_()
+    q = torch.randn(2, 16, 576, dtype=BF16, device="cuda")
+    for layer in range(3):
+        decode(q, cache.view(layer, batch))
+    (made,) = batch.workspaces.values()
+    before = made.schedule.bounds.clone()
+    batch.cache_lengths.copy_(torch.tensor([100, 2900], dtype=torch.int32))
+    decode(q, cache.view(1, batch))
+    assert torch.equal(made.schedule.bounds, before)  # out of date, and used
+    decode(q, cache.view(0, batch))
+    assert not torch.equal(made.schedule.bounds, before)
+    assert list(batch.workspaces.values()) == [made]
+
+
+@on_hopper
+def test_two_streams_at_once_do_not_disturb_each_other():
+    cases = [make(FULL, 16, ([3000 + n, 5], [1, 1])) for n in (0, 9)]
+    expected = [decode(q, case.view) for case, q in cases]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for stream in streams:  # the same batch on both
+            for case, q in cases:
+                with torch.cuda.stream(stream):
+                    results.append(decode(q, case.view))
+    torch.cuda.synchronize()
+    for index, result in enumerate(results):
+        assert torch.equal(result.out, expected[index % 2].out)
