@@ -52,10 +52,13 @@ def mla_decode(
     batch: PagedBatch,
     softmax_scale: float,
     num_splits: int | None,
+    is_batch_invariant: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """Plan if this step is new, and run. ``kvkern.mla_decode`` states the contract."""
+    if is_batch_invariant:
+        _refuse('it cuts keys by the whole batch: backend="auto" can be batch_invariant')
     _refuse(_unsupported_call(q, pages, batch, num_splits, out))
     num_tokens = batch.num_tokens
     if num_tokens and q.shape[1]:

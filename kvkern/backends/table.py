@@ -19,6 +19,7 @@ class DecodeCall(NamedTuple):
     format: CacheFormat
     page_size: int
     num_splits: int | None
+    is_batch_invariant: bool
     max_rows: int | None  # most (token, head) rows of a request, where the host knows it
 
 
@@ -85,6 +86,8 @@ def _hopper_refuses_call(call: DecodeCall) -> str | None:
         return f"takes pages of 16, 32 or a multiple of 64 tokens, got {call.page_size}"
     if call.num_splits is not None:
         return f"cuts keys by its own schedule: leave num_splits out, got {call.num_splits}"
+    if call.is_batch_invariant:
+        return "cuts keys where it balances the batch, got batch_invariant"
     if call.max_rows is None:
         return "needs to know max_query_len: build the batch from host data or with check=True"
     if call.max_rows > 512:

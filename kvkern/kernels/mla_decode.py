@@ -33,9 +33,11 @@ from kvkern.kernels.paging import (
 )
 from kvkern.layout import CacheFormat, FormatName
 
+_FIXED_SPLIT_LEN = 2048  # keys, where a token's bits must not depend on its batch
+
 
 @triton.jit(
-    do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages"],
+    do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages", "fixed_split_len"],
     do_not_specialize_on_alignment=ANY_ALIGNMENT,
 )
 def _mla_decode_kernel(
@@ -54,6 +56,7 @@ def _mla_decode_kernel(
     num_tokens,
     num_heads,
     max_pages,
+    fixed_split_len,  # keys; 0: every request cuts its own sequence evenly
     stride_q_token,
     stride_q_head,
     stride_latent,
@@ -119,8 +122,9 @@ def _mla_decode_kernel(
         rope_scale = tl.load(layer_scales_ptr + 1)
     scale_log2 = softmax_scale / LN_2
 
-    # this split's keys: every request cuts its own sequence into num_splits parts of whole blocks
+    # this split's keys, in whole blocks
     split_len = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
+    split_len = tl.where(fixed_split_len > 0, fixed_split_len, split_len)
     last_visible = cached + tl.minimum(first_token + BLOCK_T, q_end) - q_start
     begin = split * split_len
     end = tl.minimum(tl.minimum(begin + split_len, seq_len), last_visible)
@@ -229,6 +233,7 @@ def _call(
     lse: Tensor,
     tiles: Tiles,
     gpu: Gpu,
+    fixed_split_len: int = 0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     num_tokens, num_heads, _ = q.shape
     arguments = {
@@ -241,6 +246,7 @@ def _call(
         "num_requests": batch.num_requests,
         "num_tokens": num_tokens,
         "num_heads": num_heads,
+        "fixed_split_len": fixed_split_len,
         "stride_q_token": q.stride(0),
         "stride_q_head": q.stride(1),
         "BLOCK_T": tiles.block_t,
@@ -261,6 +267,7 @@ def mla_decode(
     batch: PagedBatch,
     softmax_scale: float,
     num_splits: int | None,
+    is_batch_invariant: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -270,20 +277,27 @@ def mla_decode(
         return
     gpu = gpu_of(q.device)
     max_query_len = num_tokens if batch.max_query_len is None else batch.max_query_len
+    if is_batch_invariant:  # tiles are those of a token alone
+        max_query_len = 1
     tiles = choose_tiles(num_heads, max_query_len, pages.format, q.dtype, gpu)
     head_blocks = triton.cdiv(num_heads, tiles.block_h)
     token_tiles = num_tiles(num_tokens, batch.num_requests, tiles.block_t)
-    if num_splits is None:
+    bound = batch.max_pages * pages.page_size
+    max_seq_len = bound if batch.max_seq_len is None else batch.max_seq_len
+    if is_batch_invariant:
+        num_splits = max(triton.cdiv(max_seq_len, _FIXED_SPLIT_LEN), 1)
+    elif num_splits is None:
         busy_tiles = triton.cdiv(num_tokens, tiles.block_t) * head_blocks
-        bound = batch.max_pages * pages.page_size
-        max_seq_len = bound if batch.max_seq_len is None else batch.max_seq_len
         num_splits = choose_num_splits(busy_tiles, max_seq_len, tiles.block_n, gpu)
     if num_splits == 1:
         outs, lses = out[None], lse[None]
     else:
         outs = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
         lses = lse.new_empty(num_splits, *lse.shape)
-    arguments, options = _call(q, pages, batch, softmax_scale, outs, lses, tiles, gpu)
+    fixed_split_len = _FIXED_SPLIT_LEN if is_batch_invariant else 0
+    arguments, options = _call(
+        q, pages, batch, softmax_scale, outs, lses, tiles, gpu, fixed_split_len
+    )
     grid = (token_tiles * head_blocks, num_splits)
     _mla_decode_kernel[grid](**arguments, **options)
     if num_splits > 1:

@@ -1,6 +1,6 @@
 """Attention over the paged latent cache, and the merge of partial results."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ def mla_decode(
     softmax_scale: float,
     out: Tensor | None = None,
     num_splits: int | None = None,
+    deterministic: Literal["run_to_run", "batch_invariant"] = "run_to_run",
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attend each query to its request's cached tokens, up to and including its own position.
@@ -44,6 +45,9 @@ def mla_decode(
         out: ``[T, H, L]`` in q's dtype, contiguous, filled if given; must not overlap q.
         num_splits: into how many parts each request's keys are cut; the default fills the card.
             Another number regroups the sums: equal up to rounding.
+        deterministic: ``"run_to_run"``: the same call gives the same bits. ``"batch_invariant"``:
+            a token's bits are also the same alone and in any batch, as keys are cut at fixed
+            positions, which costs time; not with ``num_splits``.
         backend: ``"auto"``, or a name: used or refused, never replaced.
 
     Returns:
@@ -66,15 +70,22 @@ def mla_decode(
     _check_scale(softmax_scale)
     if num_splits is not None and num_splits < 1:
         raise ArgumentError(f"num_splits: want >= 1, got {num_splits}")
+    if deterministic not in ("run_to_run", "batch_invariant"):
+        raise ArgumentError(
+            f"deterministic: want run_to_run or batch_invariant, got {deterministic!r}"
+        )
+    is_invariant = deterministic == "batch_invariant"
+    if is_invariant and num_splits is not None:
+        raise ArgumentError(f"num_splits: want None with batch_invariant, got {num_splits}")
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], fmt.kv_lora_rank)
     sizes.match("out", out, "T H L", q.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     batch, pages = cache.batch, cache.pages
     max_rows = None if batch.max_query_len is None else batch.max_query_len * q.shape[1]
-    call = DecodeCall(q.dtype, fmt, pages.page_size, num_splits, max_rows)
+    call = DecodeCall(q.dtype, fmt, pages.page_size, num_splits, is_invariant, max_rows)
     run = choose("mla_decode", backend, q.device, q.dtype, call)
-    run(q, pages, batch, softmax_scale, num_splits, out, lse)
+    run(q, pages, batch, softmax_scale, num_splits, is_invariant, out, lse)
     return AttentionOutput(out, lse)
 
 

@@ -14,27 +14,33 @@ def mla_decode(
     batch: PagedBatch,
     softmax_scale: float,
     num_splits: int | None,
+    is_batch_invariant: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """The specification; ``kvkern.mla_decode`` states the contract. Nothing is split here."""
+    """The specification; ``kvkern.mla_decode`` states the contract. Nothing is split here.
+
+    Batch-invariant, each token is attended by itself: a product's bits may depend on its shape.
+    """
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     out.zero_()
     lse.fill_(-torch.inf)
     places = place_tokens(batch, pages.page_size, q.shape[0])
     offsets = batch.input_row_offsets.tolist()
     for request, cached in enumerate(batch.cache_lengths.tolist()):
-        tokens = slice(offsets[request], offsets[request + 1])
-        num_new = tokens.stop - tokens.start
-        if num_new == 0:
+        start, stop = offsets[request : request + 2]
+        if start == stop:
             continue
-        rows, is_there = request_rows(pages, batch, request, cached + num_new, compute)
-        key_positions = torch.arange(cached + num_new, device=q.device)
-        visible = key_positions <= places.positions[tokens, None]
-        visible &= is_there & places.is_real[tokens, None]
-        latents = rows[:, : pages.format.kv_lora_rank]
-        result = attend(q[tokens].to(compute), rows, latents, visible, softmax_scale)
-        out[tokens], lse[tokens] = result[0].to(q.dtype), result[1].float()
+        rows, is_there = request_rows(pages, batch, request, cached + stop - start, compute)
+        for first in range(start, stop, 1 if is_batch_invariant else stop - start):
+            tokens = slice(first, first + 1 if is_batch_invariant else stop)
+            keys = rows[: cached + tokens.stop - start]
+            key_positions = torch.arange(len(keys), device=q.device)
+            visible = key_positions <= places.positions[tokens, None]
+            visible &= is_there[: len(keys)] & places.is_real[tokens, None]
+            latents = keys[:, : pages.format.kv_lora_rank]
+            result = attend(q[tokens].to(compute), keys, latents, visible, softmax_scale)
+            out[tokens], lse[tokens] = result[0].to(q.dtype), result[1].float()
 
 
 def request_rows(

@@ -379,6 +379,13 @@ def test_query_of_another_dtype_is_refused(card):
     )
 
 
+def test_batch_invariance_is_refused(card):
+    case, q = make()
+    assert refusal(q, case.view, deterministic="batch_invariant") == (
+        'it cuts keys by the whole batch: backend="auto" can be batch_invariant'
+    )
+
+
 def test_num_splits_is_refused(card):
     case, q = make()
     assert refusal(q, case.view, num_splits=3) == (
@@ -400,7 +407,7 @@ def test_lengths_that_only_the_device_knows_are_refused(card):
     unknown = PagedBatch(*(torch.tensor(x).int().to("meta") for x in host_data(case.batch)))
     out, lse = q.new_empty(*q.shape[:2], 512), torch.empty(q.shape[:2])
     with pytest.raises(UnsupportedError, match="only the device knows the lengths: build the "):
-        flashinfer.mla_decode(q, pages, unknown, SCALE, None, out, lse)
+        flashinfer.mla_decode(q, pages, unknown, SCALE, None, False, out, lse)
 
 
 def test_capture_is_refused_also_where_a_plan_is_there_already(card):

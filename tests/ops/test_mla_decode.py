@@ -1,5 +1,7 @@
 """mla_decode: absorbed attention over pages. Every test runs the public op."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -189,6 +191,29 @@ def test_a_request_does_not_depend_on_its_neighbours(device):
         assert_same_rows(result, [0], together, [request])
 
 
+@pytest.mark.parametrize("split_len", [64, 2048])
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batch_invariant_bits_are_those_of_each_token_alone(
+    backend, name, split_len, device, monkeypatch
+):
+    kernels = importlib.import_module("kvkern.kernels.mla_decode")
+    monkeypatch.setattr(kernels, "_FIXED_SPLIT_LEN", split_len)
+    options = {"softmax_scale": SCALE, "backend": backend, "deterministic": "batch_invariant"}
+    lengths = ([200, 0, 63, 130], [1, 3, 1, 4])
+    case, q = make(CacheFormat(name, 128, 32), torch.bfloat16, 5, device, lengths, page_size=16)
+    together = mla_decode(q, case.view, **options)
+    exact, rounded = exact_and_rounded(q, case.view)
+    assert_within_budget(together.out, exact.out, rounded.out)
+    offsets, cached, table = _host(case.batch)
+    for request in range(4):
+        for token in range(offsets[request], offsets[request + 1]):
+            before = cached[request] + token - offsets[request]
+            alone = PagedBatch([0, 1], [before], [table[request]], device=device)
+            result = mla_decode(q[token : token + 1], case.cache.view(0, alone), **options)
+            assert_same_rows(result, [0], together, [token])
+
+
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_nan_in_one_request_harms_only_that_request(name, device):
     fmt = CacheFormat(name, 128, 32)
@@ -317,6 +342,16 @@ def spoiled(**changes):
             spoiled(backend=lambda a: "fast"),
             kvkern.ArgumentError,
             r"backend: want one of auto, hopper, triton, .*; got 'fast'",
+        ),
+        (
+            spoiled(deterministic=lambda a: "always"),
+            kvkern.ArgumentError,
+            "deterministic: want run_to_run or batch_invariant, got 'always'",
+        ),
+        (
+            spoiled(deterministic=lambda a: "batch_invariant", num_splits=lambda a: 2),
+            kvkern.ArgumentError,
+            "num_splits: want None with batch_invariant, got 2",
         ),
         (
             spoiled(q=lambda a: a["q"].double(), backend=lambda a: "triton"),

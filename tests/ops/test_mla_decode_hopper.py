@@ -43,7 +43,7 @@ def assert_right(result, q, view):
 
 # ---- what is refused, and how work is cut: without a card
 
-CALL = DecodeCall(BF16, FULL, 64, None, 128)
+CALL = DecodeCall(BF16, FULL, 64, None, False, 128)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,7 @@ CALL = DecodeCall(BF16, FULL, 64, None, 128)
         ({"page_size": 8}, "takes pages of 16, 32 or a multiple of 64 tokens, got 8"),
         ({"page_size": 96}, "takes pages of 16, 32 or a multiple of 64 tokens, got 96"),
         ({"num_splits": 2}, "cuts keys by its own schedule: leave num_splits out, got 2"),
+        ({"is_batch_invariant": True}, "cuts keys where it balances the batch"),
         ({"max_rows": None}, "needs to know max_query_len: build the batch from host data"),
         ({"max_rows": 513}, "takes up to 512 rows (new tokens x heads) a request, got 513"),
     ],

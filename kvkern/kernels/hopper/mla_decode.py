@@ -37,6 +37,7 @@ def mla_decode(
     batch: PagedBatch,
     softmax_scale: float,
     num_splits: None,
+    is_batch_invariant: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:
