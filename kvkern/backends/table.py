@@ -17,7 +17,6 @@ class DecodeCall(NamedTuple):
 
     q_dtype: torch.dtype
     format: CacheFormat
-    page_size: int
     num_splits: int | None
     is_batch_invariant: bool
     max_rows: int | None  # most (token, head) rows of a request, where the host knows it
@@ -77,13 +76,11 @@ def _hopper_refuses_call(call: DecodeCall) -> str | None:
         return f"takes formats bf16 and fp16, got {fmt.name}"
     if call.q_dtype != fmt.latent_dtype:
         return f"takes q in the cache's dtype {fmt.latent_dtype}, got {call.q_dtype}"
-    if fmt.kv_lora_rank not in (128, 256, 512) or fmt.rope_dim > 64:
+    if fmt.kv_lora_rank not in (128, 256, 512) or fmt.rope_dim > 64 or fmt.rope_dim % 8:
         return (
-            f"takes 128, 256 or 512 latent and up to 64 rope columns, got {fmt.kv_lora_rank} and "
-            f"{fmt.rope_dim}"
+            "takes 128, 256 or 512 latent columns and 0, 8, ... or 64 rope columns, got "
+            f"{fmt.kv_lora_rank} and {fmt.rope_dim}"
         )
-    if call.page_size % 64 and call.page_size not in (16, 32):
-        return f"takes pages of 16, 32 or a multiple of 64 tokens, got {call.page_size}"
     if call.num_splits is not None:
         return f"cuts keys by its own schedule: leave num_splits out, got {call.num_splits}"
     if call.is_batch_invariant:

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_values = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,

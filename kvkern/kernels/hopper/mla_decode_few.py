@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -29,9 +30,15 @@ from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
+    are_keys,
+    box_keys,
     clear_padding,
     clear_rows,
+    copy_rows,
+    hole_word,
     part_bounds,
+    pass_on_copies,
+    put,
     request_share,
     scalar,
     table_row,
@@ -46,6 +53,7 @@ from kvkern.layout import CacheFormat
 def _fetch(
     latent_desc,
     rope_desc,
+    rows_ptr,
     latents,
     ropes,
     holes,
@@ -61,6 +69,7 @@ def _fetch(
     ROWS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     ROPE_DIM: gl.constexpr,
+    ROW_DIM: gl.constexpr,
 ):
     """Fill the ring with the blocks that ``_attend`` takes, in its order. One warp.
 
@@ -89,11 +98,11 @@ def _fetch(
                 column = key // PAGE_SIZE
                 is_there = (lanes < NUM_BOXES) & (key < seq_len)
                 page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
-                hole_bits = gl.sum(gl.where(is_there & (page < 0), 1 << lanes, 0), 0)
+                holes_low = hole_word(is_there & (page < 0), lanes, 0)
                 first_slot = page * PAGE_SIZE + key % PAGE_SIZE
                 stage = fetched % STAGES
                 mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
-                holes.index(stage).store(gl.zeros([1], gl.int32, LANES) + hole_bits)
+                put(holes.index(stage * 2), holes_low)
                 mbarrier.expect(full.index(stage), NUM_BYTES)
                 for box in gl.static_range(NUM_BOXES):
                     slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
@@ -107,6 +116,73 @@ def _fetch(
                             ropes.index(stage).slice(box * BOX, BOX, dim=0),
                         )  # fmt: skip
                 fetched += 1
+
+
+@gluon.jit
+def _gather(
+    latent_desc,
+    rope_desc,
+    rows_ptr,
+    latents,
+    ropes,
+    holes,
+    full,
+    empty,
+    bounds_ptr,
+    offsets_ptr,
+    cache_lengths_ptr,
+    page_table_ptr,
+    max_pages,
+    num_heads,
+    GANG: gl.constexpr,
+    ROWS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    ROW_DIM: gl.constexpr,
+):
+    """``_fetch`` for pages that no box fits: each thread copies 16 bytes. Four warps.
+
+    A block is passed on when the next one's copies are under way.
+    """
+    STAGES: gl.constexpr = latents.type.shape[0]
+    LATENT_DIM: gl.constexpr = latents.type.shape[2]
+    KEYS: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    offs_n = gl.arange(0, BLOCK_N, layout=KEYS)
+    part = part_bounds(bounds_ptr, GANG)
+    fetched = 0
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        _, num_tokens, cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        seq_len = cached + num_tokens
+        table_ptr = table_row(page_table_ptr, request, max_pages)
+        num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
+        for _ in range(gl.program_id(0) % GANG, num_tiles, GANG):
+            for block in range(begin, stop):
+                first_key = block * BLOCK_N
+                column = (first_key + offs_n) // PAGE_SIZE
+                is_there = first_key + offs_n < seq_len
+                page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
+                is_hole = is_there & (page < 0)
+                stage = fetched % STAGES
+                mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
+                put(holes.index(stage * 2), hole_word(is_hole, offs_n, 0))
+                put(holes.index(stage * 2 + 1), hole_word(is_hole, offs_n, 32))
+                copy_rows(
+                    latents.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages, 0,
+                    LATENT_DIM, PAGE_SIZE, ROW_DIM,
+                )  # fmt: skip
+                if ROPE_DIM > 0:
+                    copy_rows(
+                        ropes.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages,
+                        LATENT_DIM, ROPE_DIM, PAGE_SIZE, ROW_DIM,
+                    )  # fmt: skip
+                async_copy.commit_group()
+                if fetched > 0:
+                    pass_on_copies(full, (fetched - 1) % STAGES, 1)
+                fetched += 1
+    if fetched > 0:
+        pass_on_copies(full, (fetched - 1) % STAGES, 0)
 
 
 @gluon.jit
@@ -156,6 +232,7 @@ def _attend(
     stride_q_head,
     GANG: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
     ROPE_DIM: gl.constexpr,
     LN_2: gl.constexpr,
 ):
@@ -163,7 +240,6 @@ def _attend(
     STAGES: gl.constexpr = latents.type.shape[0]
     LATENT_DIM: gl.constexpr = latents.type.shape[2]
     ROWS: gl.constexpr = q_latent.shape[0]
-    BOX: gl.constexpr = min(PAGE_SIZE, 64)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OF_ROW: gl.constexpr = gl.SliceLayout(0, MMA)
     OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -209,17 +285,21 @@ def _attend(
                     scores = warpgroup_mma(
                         ropes.index(stage), q_rope.permute((1, 0)), scores, is_async=True
                     )
-                hole_bits = scalar(holes.index(stage))
+                holes_low = scalar(holes.index(stage * 2))
+                holes_high = 0
+                if BOX == 1:
+                    holes_high = scalar(holes.index(stage * 2 + 1))
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 first_key = block * BLOCK_N
-                if (first_key + BLOCK_N > min_visible) | (hole_bits != 0):
+                if (first_key + BLOCK_N > min_visible) | ((holes_low | holes_high) != 0):
                     offs_n = gl.arange(0, BLOCK_N, layout=OF_KEY)
-                    is_key = ((hole_bits >> (offs_n // BOX)) & 1) == 0
+                    is_key = are_keys(holes_low, holes_high, offs_n, BOX)
                     key = gl.where(is_key, first_key + offs_n, 2147483647)
                     is_visible = gl.expand_dims(key, 1) < gl.expand_dims(num_visible, 0)
                     scores = gl.where(is_visible, scores, -float("inf"))
-                if first_key + BLOCK_N > seq_len:
-                    clear_rows(latent, seq_len - first_key)
+                if BOX > 1:  # else nothing was fetched there
+                    if first_key + BLOCK_N > seq_len:
+                        clear_rows(latent, seq_len - first_key)
                 new_max = gl.maximum(max_score, gl.max(scores, 0) * scale_log2)
                 shift = gl.where(new_max == -float("inf"), 0.0, new_max)
                 weights = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 0))
@@ -262,6 +342,7 @@ def _mla_decode_few_kernel(
     q_ptr,  # [T, H, L+R]
     latent_desc,  # [slots, L+R] in boxes [min(page size, 64), L]
     rope_desc,  # the same rows in boxes [min(page size, 64), 64]
+    rows_ptr,  # the same rows
     out_ptr,  # [T, H, L]
     lse_ptr,  # fp32 [T, H]
     pieces_ptr,  # fp32 [2 * num_parts, slot_rows, L]
@@ -284,6 +365,8 @@ def _mla_decode_few_kernel(
     GANG: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    BOX: gl.constexpr,  # keys of a box; 1: rows are gathered
+    ROW_DIM: gl.constexpr,  # elements from row to row
     LN_2: gl.constexpr,
 ):
     DTYPE: gl.constexpr = latent_desc.dtype
@@ -296,7 +379,7 @@ def _mla_decode_few_kernel(
     q_latent = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT_DIM], q_latent_layout)
     q_rope = gl.allocate_shared_memory(DTYPE, [ROWS, 64], rope_layout)
     weights_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, ROWS], weights_layout)
-    holes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
+    holes = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], one)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -313,20 +396,20 @@ def _mla_decode_few_kernel(
                     q_ptr, q_latent, q_rope, latents, ropes, weights_tile, holes, full, empty,
                     out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, bounds_ptr, offsets_ptr,
                     cache_lengths_ptr, page_table_ptr, scale_log2, max_pages, num_heads, slot_rows,
-                    stride_q_token, stride_q_head, GANG, PAGE_SIZE, ROPE_DIM, LN_2,
+                    stride_q_token, stride_q_head, GANG, PAGE_SIZE, BOX, ROPE_DIM, LN_2,
                 ),
             ),
             (
-                _fetch,
+                _fetch if BOX > 1 else _gather,
                 (
-                    latent_desc, rope_desc, latents, ropes, holes, full, empty, bounds_ptr,
-                    offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads, GANG,
-                    ROWS, PAGE_SIZE, ROPE_DIM,
+                    latent_desc, rope_desc, rows_ptr, latents, ropes, holes, full, empty,
+                    bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages,
+                    num_heads, GANG, ROWS, PAGE_SIZE, ROPE_DIM, ROW_DIM,
                 ),
             ),
         ],
-        [1],
-        [56],
+        [1 if BOX > 1 else 4],
+        [56 if BOX > 1 else 152],
     )  # fmt: skip
 
 
@@ -356,11 +439,12 @@ def _call(
     """The launch's grid, arguments and options."""
     fmt, work = pages.format, schedule.work
     rows = pages.latent.as_strided((pages.num_slots, fmt.row_dim), (pages.latent.stride(1), 1))
-    box = min(pages.page_size, 64)
+    box = box_keys(pages.page_size)
     arguments = {
         "q_ptr": q,
-        "latent_desc": tile_descriptor(rows, (box, fmt.kv_lora_rank)),
-        "rope_desc": tile_descriptor(rows, (box, 64)),
+        "latent_desc": tile_descriptor(rows, (box or 64, fmt.kv_lora_rank)),
+        "rope_desc": tile_descriptor(rows, (box or 64, 64)),
+        "rows_ptr": rows,
         "out_ptr": out,
         "lse_ptr": lse,
         "pieces_ptr": schedule.outs,
@@ -383,6 +467,8 @@ def _call(
         "GANG": work.gang,
         "ROWS": work.tile_rows,
         "STAGES": 2,
+        "BOX": max(box, 1),
+        "ROW_DIM": rows.stride(0),
         "LN_2": LN_2,
     }
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
@@ -396,6 +482,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     for rows, latent_dim, rope_dim, page_size in (
         (8, 512, 64, 64), (16, 512, 64, 64), (32, 512, 64, 64), (16, 512, 64, 16),
         (16, 256, 64, 64), (16, 256, 32, 64), (16, 512, 0, 64), (16, 512, 64, 256),
+        (16, 512, 64, 1), (16, 256, 32, 3),
     ):  # fmt: skip
         fmt = CacheFormat("bf16", latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)

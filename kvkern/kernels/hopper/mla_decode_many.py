@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -27,9 +28,15 @@ from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
+    are_keys,
+    box_keys,
     clear_padding,
     clear_rows,
+    copy_rows,
+    hole_word,
     part_bounds,
+    pass_on_copies,
+    put,
     request_share,
     scalar,
     table_row,
@@ -95,12 +102,16 @@ def _start_scores(q, keys, full_left, full_right, block, no_scores, ROPE_DIM: gl
 
 
 @gluon.jit
-def _mask_scores(scores, hole_bits, block, num_visible, min_visible, BOX: gl.constexpr):
+def _mask_scores(scores, holes, stage, block, num_visible, min_visible, BOX: gl.constexpr):
     """-inf for keys that a row must not see."""
     first_key = block * BLOCK_N
-    if (first_key + BLOCK_N > min_visible) | (hole_bits != 0):
+    low = scalar(holes.index(stage * 2))
+    high = 0
+    if BOX == 1:
+        high = scalar(holes.index(stage * 2 + 1))
+    if (first_key + BLOCK_N > min_visible) | ((low | high) != 0):
         offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
-        is_key = ((hole_bits >> (offs_n // BOX)) & 1) == 0
+        is_key = are_keys(low, high, offs_n, BOX)
         key = gl.where(is_key, first_key + offs_n, 2147483647)
         is_visible = gl.expand_dims(key, 0) < gl.expand_dims(num_visible, 1)
         scores = gl.where(is_visible, scores, -float("inf"))
@@ -172,6 +183,7 @@ def _attend_left(
     slot_rows,
     GANG: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
     ROPE_DIM: gl.constexpr,
     LN_2: gl.constexpr,
 ):
@@ -179,7 +191,6 @@ def _attend_left(
     left, right, _rope = keys
     q_full, q_empty, full_left, full_right, empty_left, passed, taken = barriers
     HALF: gl.constexpr = left.type.shape[2]
-    BOX: gl.constexpr = min(PAGE_SIZE, 64)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -220,8 +231,9 @@ def _attend_left(
                 scores = _start_scores(q, keys, full_left, full_right, done, no_scores, ROPE_DIM)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 for block in range(begin, stop - 1):
-                    hole_bits = scalar(holes.index(done & 1))
-                    scores = _mask_scores(scores, hole_bits, block, num_visible, min_visible, BOX)
+                    scores = _mask_scores(
+                        scores, holes, done & 1, block, num_visible, min_visible, BOX
+                    )
                     new_max = gl.max(scores, 1) * scale_log2
                     is_far = new_max > max_score + _LAG
                     new_max = gl.where(is_far, new_max, max_score)
@@ -243,9 +255,7 @@ def _attend_left(
                     mbarrier.wait(taken, (sent & 1) ^ 1)
                     weights_tile.store(rounded)
                     factors.store(rescale)
-                    flag.store(
-                        gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + is_any_far
-                    )
+                    put(flag, is_any_far)
                     mbarrier.arrive(passed, count=1)
                     sent += 1
                     weight_sum = weight_sum * rescale + gl.sum(weights, 1)
@@ -254,12 +264,14 @@ def _attend_left(
                     scores = warpgroup_mma_wait(0, deps=(scores_started,))
                     done += 1
                 mbarrier.arrive(q_empty, count=1)
-                hole_bits = scalar(holes.index(done & 1))
-                scores = _mask_scores(scores, hole_bits, stop - 1, num_visible, min_visible, BOX)
-                num_left = seq_len - (stop - 1) * BLOCK_N
-                if num_left < BLOCK_N:
-                    clear_rows(left.index(done & 1), num_left)
-                    clear_rows(right.index(done & 1), num_left)
+                scores = _mask_scores(
+                    scores, holes, done & 1, stop - 1, num_visible, min_visible, BOX
+                )
+                if BOX > 1:  # else nothing was fetched there
+                    num_left = seq_len - (stop - 1) * BLOCK_N
+                    if num_left < BLOCK_N:
+                        clear_rows(left.index(done & 1), num_left)
+                        clear_rows(right.index(done & 1), num_left)
                 new_max = gl.maximum(max_score, gl.max(scores, 1) * scale_log2)
                 rescale = gl.exp2(max_score - new_max)
                 max_score = new_max
@@ -275,7 +287,7 @@ def _attend_left(
                 mbarrier.wait(taken, (sent & 1) ^ 1)
                 weights_tile.store(rounded)
                 factors.store(rescale)
-                flag.store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+                put(flag, 1)
                 mbarrier.arrive(passed, count=1)
                 sent += 1
                 acc = warpgroup_mma_wait(0, deps=(acc_started,))
@@ -441,7 +453,7 @@ def _fetch(
                 column = key // PAGE_SIZE
                 is_there = (lanes < NUM_BOXES) & (key < seq_len)
                 page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
-                hole_bits = gl.sum(gl.where(is_there & (page < 0), 1 << lanes, 0), 0)
+                holes_low = hole_word(is_there & (page < 0), lanes, 0)
                 first_slot = page * PAGE_SIZE + key % PAGE_SIZE
                 stage = fetched & 1
                 is_ready = ((fetched >> 1) & 1) ^ 1
@@ -454,7 +466,7 @@ def _fetch(
                     address = (rows_ptr + next_slot * ROW_DIM).to(gl.int64) + member * SHARE
                     _prefetch(gl.where(next_page >= 0, address, 0), lanes, SHARE)
                 mbarrier.wait(empty_left.index(stage), is_ready)
-                holes.index(stage).store(gl.zeros([1], gl.int32, LANES) + hole_bits)
+                put(holes.index(stage * 2), holes_low)
                 mbarrier.expect(full_left.index(stage), BLOCK_N * (HALF + ROPE_WIDTH) * 2)
                 for box in gl.static_range(NUM_BOXES):
                     slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
@@ -475,6 +487,93 @@ def _fetch(
                         half_desc, [slot, HALF], full_right.index(stage),
                         right.index(stage).slice(box * BOX, BOX, dim=0),
                     )  # fmt: skip
+                fetched += 1
+
+
+@gluon.jit
+def _gather(
+    q_half_desc,
+    q_rope_desc,
+    half_desc,
+    rope_desc,
+    rows_ptr,
+    q,
+    keys,
+    holes,
+    barriers,
+    bounds_ptr,
+    offsets_ptr,
+    cache_lengths_ptr,
+    page_table_ptr,
+    max_pages,
+    num_heads,
+    GANG: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    ROW_DIM: gl.constexpr,
+):
+    """``_fetch`` for pages that no box fits: each thread copies 16 bytes. Four warps.
+
+    A half is passed on as soon as it is there: what is waited for to make room for the next block
+    is the start of this one's scores.
+    """
+    q_left, q_right, q_rope = q
+    left, right, rope = keys
+    q_full, q_empty, full_left, full_right, empty_left, empty_right = barriers
+    HALF: gl.constexpr = left.type.shape[2]
+    ROPE_WIDTH: gl.constexpr = 64 if ROPE_DIM > 0 else 0
+    KEYS: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    offs_n = gl.arange(0, BLOCK_N, layout=KEYS)
+    part = part_bounds(bounds_ptr, GANG)
+    fetched = 0
+    tiles = 0
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        start, num_tokens, cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        seq_len = cached + num_tokens
+        table_ptr = table_row(page_table_ptr, request, max_pages)
+        num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
+        if begin == stop:
+            num_tiles = 0
+        for tile in range(gl.program_id(0) % GANG, num_tiles, GANG):
+            q_row = start * num_heads + tile * ROWS
+            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
+            mbarrier.expect(q_full, ROWS * (2 * HALF + ROPE_WIDTH) * 2)
+            load_tile(q_half_desc, [q_row, 0], q_full, q_left.index(0))
+            load_tile(q_half_desc, [q_row, HALF], q_full, q_right.index(0))
+            if ROPE_DIM > 0:
+                load_tile(q_rope_desc, [q_row, 2 * HALF], q_full, q_rope.index(0))
+            tiles += 1
+            for block in range(begin, stop):
+                first_key = block * BLOCK_N
+                column = (first_key + offs_n) // PAGE_SIZE
+                is_there = first_key + offs_n < seq_len
+                page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
+                is_hole = is_there & (page < 0)
+                stage = fetched & 1
+                is_ready = ((fetched >> 1) & 1) ^ 1
+                mbarrier.wait(empty_left.index(stage), is_ready)
+                put(holes.index(stage * 2), hole_word(is_hole, offs_n, 0))
+                put(holes.index(stage * 2 + 1), hole_word(is_hole, offs_n, 32))
+                copy_rows(
+                    left.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages, 0, HALF,
+                    PAGE_SIZE, ROW_DIM,
+                )  # fmt: skip
+                if ROPE_DIM > 0:
+                    copy_rows(
+                        rope.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages,
+                        2 * HALF, ROPE_DIM, PAGE_SIZE, ROW_DIM,
+                    )  # fmt: skip
+                async_copy.commit_group()
+                mbarrier.wait(empty_right.index(stage), is_ready)
+                copy_rows(
+                    right.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages, HALF,
+                    HALF, PAGE_SIZE, ROW_DIM,
+                )  # fmt: skip
+                async_copy.commit_group()
+                pass_on_copies(full_left, stage, 1)
+                pass_on_copies(full_right, stage, 0)
                 fetched += 1
 
 
@@ -506,6 +605,7 @@ def _mla_decode_many_kernel(
     LATENT_DIM: gl.constexpr,
     ROPE_DIM: gl.constexpr,
     ROW_DIM: gl.constexpr,  # elements from row to row
+    BOX: gl.constexpr,  # keys of a box; 1: rows are gathered
     GANG: gl.constexpr,
     LN_2: gl.constexpr,
 ):
@@ -521,7 +621,7 @@ def _mla_decode_many_kernel(
     weights_tile = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], rope_desc.layout)
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], one)
     flag = gl.allocate_shared_memory(gl.int32, [1], one)
-    holes = gl.allocate_shared_memory(gl.int32, [2, 1], one)
+    holes = gl.allocate_shared_memory(gl.int32, [4, 1], one)
     full_left = _barriers(2)
     full_right = _barriers(2)
     empty_left = _barriers(2)
@@ -545,7 +645,7 @@ def _mla_decode_many_kernel(
                     (q_full, q_empty, full_left, full_right, empty_left, passed, taken),
                     out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, bounds_ptr, offsets_ptr,
                     cache_lengths_ptr, page_table_ptr, scale_log2, max_pages, num_heads,
-                    slot_rows, GANG, PAGE_SIZE,
+                    slot_rows, GANG, PAGE_SIZE, BOX,
                     ROPE_DIM, LN_2,
                 ),
             ),
@@ -558,7 +658,7 @@ def _mla_decode_many_kernel(
                 ),
             ),
             (
-                _fetch,
+                _fetch if BOX > 1 else _gather,
                 (
                     q_half_desc, q_rope_desc, half_desc, rope_desc, rows_ptr, q, keys, holes,
                     (q_full, q_empty, full_left, full_right, empty_left, empty_right),
@@ -567,8 +667,8 @@ def _mla_decode_many_kernel(
                 ),
             ),
         ],
-        [4, 1],
-        [208, 40],
+        [4, 1 if BOX > 1 else 4],
+        [208 if BOX > 1 else 200, 40 if BOX > 1 else 64],
     )  # fmt: skip
 
 
@@ -602,12 +702,12 @@ def _call(
     queries = q.reshape(-1, fmt.row_dim)  # a copy where heads are not one behind another
     if queries.data_ptr() % 16:
         queries = queries.clone()
-    box = min(pages.page_size, 64)
+    box = box_keys(pages.page_size)
     arguments = {
         "q_half_desc": tile_descriptor(queries, (64, half)),
         "q_rope_desc": tile_descriptor(queries, (64, 64)),
-        "half_desc": tile_descriptor(rows, (box, half)),
-        "rope_desc": tile_descriptor(rows, (box, 64)),
+        "half_desc": tile_descriptor(rows, (box or 64, half)),
+        "rope_desc": tile_descriptor(rows, (box or 64, 64)),
         "rows_ptr": rows,
         "out_ptr": out,
         "lse_ptr": lse,
@@ -627,11 +727,18 @@ def _call(
         "LATENT_DIM": fmt.kv_lora_rank,
         "ROPE_DIM": fmt.rope_dim,
         "ROW_DIM": row_stride,
+        "BOX": max(box, 1),
         "GANG": work.gang,
         "LN_2": LN_2,
     }
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return (work.num_parts * work.gang,), arguments, options
+
+
+_GATHER_SPILLS: dict[str, Any] = {
+    "spill_budget": 128,
+    "spill_reason": "three warpgroups share an SM's registers, and addresses of rows take many",
+}
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -640,7 +747,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         return
     for gang, latent_dim, rope_dim, page_size in (
         (1, 512, 64, 64), (2, 512, 64, 64), (2, 512, 64, 16), (2, 256, 64, 64), (2, 256, 32, 64),
-        (2, 512, 0, 64),
+        (2, 512, 0, 64), (2, 512, 64, 1), (2, 256, 32, 3),
     ):  # fmt: skip
         fmt = CacheFormat("bf16", latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
@@ -657,4 +764,5 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         batch = PagedBatch([0, 1], [0], [[0]])
         _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
         label = f"L{latent_dim}-R{rope_dim}-gang{gang}-page{page_size}"
-        yield config_of_call(_mla_decode_many_kernel, label, arguments, options, **SMALL_SPILLS)
+        budget = SMALL_SPILLS if box_keys(page_size) else _GATHER_SPILLS
+        yield config_of_call(_mla_decode_many_kernel, label, arguments, options, **budget)

@@ -2,9 +2,19 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from kvkern.kernels.hopper.compat import copy_values
 
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # keys a block
+
+
+def box_keys(page_size: int) -> int:
+    """Keys that the TMA fetches at once: of one page, and whole rows of a swizzle; 0: it cannot."""
+    if page_size % 64 == 0:
+        return 64
+    return page_size if page_size in (16, 32) else 0
 
 
 @gluon.jit
@@ -31,6 +41,67 @@ def request_share(offsets_ptr, cache_lengths_ptr, request, part):
 def table_row(page_table_ptr, request, max_pages):
     """Where a request's page ids are."""
     return page_table_ptr + request.to(gl.int64) * max_pages
+
+
+@gluon.jit
+def hole_word(is_hole, index, FIRST: gl.constexpr):
+    """A bit for each of 32 boxes of a block that lies on a page of -1."""
+    is_mine = is_hole & (index >= FIRST) & (index < FIRST + 32)
+    return gl.sum(gl.where(is_mine, 1 << (index - FIRST), 0), 0)
+
+
+@gluon.jit
+def put(cell, value):
+    """An int32 into shared memory."""
+    cell.store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + value)
+
+
+@gluon.jit
+def are_keys(low, high, offs_n, BOX: gl.constexpr):
+    """Which keys of a block are on a page, by the words of ``hole_word``."""
+    box = offs_n // BOX
+    word = gl.where(box < 32, low, high)
+    return ((word >> (box % 32)) & 1) == 0
+
+
+@gluon.jit
+def copy_rows(
+    tile,
+    rows_ptr,
+    table_ptr,
+    first_key,
+    seq_len,
+    max_pages,
+    column,
+    num_columns,
+    PAGE_SIZE: gl.constexpr,
+    ROW_DIM: gl.constexpr,
+):
+    """Start to copy columns of a block's rows from any pages; zeros where there is none.
+
+    Each row starts at a multiple of 16 bytes, which is what a copy takes.
+    """
+    THREADS: gl.constexpr = min(tile.shape[1] // 8, 32)
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
+    )
+    key = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+    page_column = key // PAGE_SIZE
+    is_there = (key < seq_len) & (page_column < max_pages)
+    page = gl.load(table_ptr + page_column, mask=is_there, other=-1)
+    slot = page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
+    offs = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    ptrs = rows_ptr + gl.expand_dims(slot * ROW_DIM, 1) + gl.expand_dims(column + offs, 0)
+    mask = gl.expand_dims(page >= 0, 1) & gl.expand_dims(offs < num_columns, 0)
+    copy_values(tile, ptrs, mask=mask)
+
+
+@gluon.jit
+def pass_on_copies(full, stage, NUM_UNDER_WAY: gl.constexpr):
+    """Wait for all but the last copies, and arrive for a stage that they filled."""
+    async_copy.wait_group(NUM_UNDER_WAY)
+    fence_async_shared()
+    mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit
