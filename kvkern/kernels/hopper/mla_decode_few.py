@@ -320,7 +320,7 @@ def _attend(
             lse = max_score + gl.log2(gl.where(saw_none, 1.0, weight_sum))
             inverse = gl.where(saw_none, 0.0, 1.0 / gl.where(saw_none, 1.0, weight_sum))
             inverse = gl.expand_dims(inverse, 0)
-            acc = gl.where(inverse > 0, acc * inverse, 0.0)  # 0 times a NaN that was not to be seen
+            acc = gl.where(inverse == 0, 0.0, acc * inverse)  # saw none: 0 times what may be NaN
             if is_first | is_last:
                 piece_row = piece.to(gl.int64) * slot_rows + row
                 offs = gl.expand_dims(piece_row * LATENT_DIM, 0) + gl.expand_dims(offs_l, 1)

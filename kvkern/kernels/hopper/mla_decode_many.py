@@ -304,7 +304,7 @@ def _attend_left(
             lse = max_score + gl.log2(gl.where(saw_none, 1.0, weight_sum))
             lse = gl.where(saw_none, -float("inf"), lse)
             factor = gl.expand_dims(gl.convert_layout(inverse, OF_ACC, assert_trivial=True), 1)
-            acc = gl.where(factor > 0, acc * factor, 0.0)  # 0 times a NaN that was not to be seen
+            acc = gl.where(factor == 0, 0.0, acc * factor)  # saw none: 0 times what may be NaN
             num_left = num_rows - tile * ROWS
             if is_piece:
                 first_row = piece.to(gl.int64) * slot_rows + tile * ROWS
@@ -370,7 +370,7 @@ def _attend_right(
             mbarrier.arrive(taken, count=1)
             received += 1
             factor = gl.expand_dims(inverse, 1)
-            acc = gl.where(factor > 0, acc * factor, 0.0)
+            acc = gl.where(factor == 0, 0.0, acc * factor)
             num_left = num_rows - tile * ROWS
             if is_piece:
                 first_row = piece.to(gl.int64) * slot_rows + tile * ROWS
