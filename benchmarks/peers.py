@@ -1,4 +1,4 @@
-"""Other libraries on the same inputs, each where it can be imported and takes the case.
+"""Other libraries, and kvkern's other kernels, on the same inputs, where they take the case.
 
 What a library wants prepared (split or joined tensors, plans, schedules) is prepared outside the
 timed call. ``$PEERS`` is the folder of the libraries that are loaded from a file.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
+from kvkern import explain, mla_decode
 from kvkern.layout import E4M3_MAX, MIN_GROUP_SCALE, CacheFormat
 from kvkern.reference.paging import place_tokens
 
@@ -152,6 +153,30 @@ def flashinfer_write(step: WriteStep) -> Implementation | None:
 
     note = "" if case.packed_query else "other work: all of q in fp8"
     return Implementation("flashinfer", call, None, note)
+
+
+def kvkern_hopper(step: DecodeStep) -> Implementation | None:
+    """kvkern's Gluon kernels, where ``auto`` takes others."""
+    return _named(step, "hopper")
+
+
+def kvkern_triton(step: DecodeStep) -> Implementation | None:
+    """kvkern's portable kernel, where ``auto`` takes another."""
+    return _named(step, "triton")
+
+
+def _named(step: DecodeStep, backend: str) -> Implementation | None:
+    if step.device.type != "cuda":
+        return None
+    rows = explain("mla_decode", step.device, step.q.dtype)
+    if next(name for name, reason in rows if reason is None) == backend:
+        return None
+    scale = step.case.model.softmax_scale
+
+    def call() -> tuple[Tensor, ...]:
+        return mla_decode(step.q, step.view, softmax_scale=scale, backend=backend)
+
+    return Implementation(f"kvkern_{backend}", call, lambda: step.check(call()))
 
 
 def flash_mla(step: DecodeStep) -> Implementation | None:
@@ -343,6 +368,6 @@ def _page_indptr(step: Step) -> Tensor:
 
 _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {
     "write_kv": (separate_launches, flashinfer_write),
-    "mla_decode": (flash_mla, flashinfer_mla, fa3_mla, flash_mla_fp8),
+    "mla_decode": (kvkern_hopper, kvkern_triton, flash_mla, flashinfer_mla, fa3_mla, flash_mla_fp8),
     "mla_prefill": (fa3_prefill, cudnn_prefill),
 }

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import cases, peers, plot, run
 from benchmarks.cases import CASES, Case, Model, log_normal_lens, make_step
-from kvkern import mla_decode, mla_prefill, write_kv
+from kvkern import explain, mla_decode, mla_prefill, write_kv
 from kvkern.reference.mla_decode import attend
 from kvkern.testing.timing import Timing, copy_bandwidth, host_us, matmul_rate, time_us
 
@@ -284,6 +284,18 @@ def test_peers_are_given_what_their_calls_define(ragged, page_size, monkeypatch)
     assert [peer.name for peer in found] == [*only_of_64, "flashinfer", "fa3"]
     for peer in found:
         peer.check()
+
+
+@pytest.mark.gpu
+def test_kernels_that_auto_does_not_take_stand_beside_the_one_that_it_takes(device):
+    step = make_step(Case("mla_decode", TINY, 2, 1, 40), device)
+    rows = explain("mla_decode", device)
+    auto = next(name for name, reason in rows if reason is None)
+    for name in ("triton", "hopper"):
+        beside = getattr(peers, f"kvkern_{name}")(step)
+        assert (beside is None) == (name == auto)
+        if beside is not None:
+            assert beside.name == f"kvkern_{name}"
 
 
 def test_flash_mla_and_its_fork_take_pages_of_64_only(monkeypatch):

@@ -47,6 +47,8 @@ def scheduled(query_lens, cached, num_heads=4, parts=5, gang=1, tile_rows=16, de
     work = Work(parts, gang, tile_rows, BLOCK_N)
     max_query_len = max(query_lens, default=1)
     schedule = make_schedule(batch, num_heads, max_query_len, LATENT, work)
+    for unwritten in (schedule.bounds, schedule.cuts, schedule.ends):
+        unwritten.fill_(0x7F7F7F7F)
     fill_schedule(schedule, batch, num_heads)
     return schedule, batch
 
