@@ -312,14 +312,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     for num_parts, gang, latent_dim in ((132, 1, 512), (66, 2, 256)):
         work = Work(num_parts, gang, 64, 64)
         batch = PagedBatch([0, 1], [0], [[0]])
-        schedule = Schedule(
-            work,
-            torch.empty(num_parts + 1, 2, dtype=torch.int32),
-            torch.empty(1, dtype=torch.int32),
-            torch.empty(1, dtype=torch.int64),
-            torch.empty(2 * num_parts, 64 * gang, latent_dim),
-            torch.empty(2 * num_parts, 64 * gang),
-        )
+        schedule = make_schedule(batch, 16, 1, latent_dim, work)
         label = f"P{num_parts}-gang{gang}-L{latent_dim}"
         arguments, options = _schedule_call(batch, 16, schedule)
         yield config_of_call(_schedule_kernel, f"schedule-{label}", arguments, options)

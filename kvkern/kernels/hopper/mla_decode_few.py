@@ -35,6 +35,7 @@ from kvkern.kernels.hopper.paging import (
     clear_padding,
     clear_rows,
     copy_rows,
+    decode_fields,
     hole_word,
     part_bounds,
     pass_on_copies,
@@ -43,9 +44,8 @@ from kvkern.kernels.hopper.paging import (
     scalar,
     table_row,
 )
-from kvkern.kernels.numerics import LN_2
 from kvkern.kernels.paging import ANY_ALIGNMENT
-from kvkern.kernels.schedule import Schedule, Work
+from kvkern.kernels.schedule import Schedule, Work, make_schedule
 from kvkern.layout import CacheFormat
 
 
@@ -441,35 +441,16 @@ def _call(
     rows = pages.latent.as_strided((pages.num_slots, fmt.row_dim), (pages.latent.stride(1), 1))
     box = box_keys(pages.page_size)
     arguments = {
+        **decode_fields(pages, batch, softmax_scale, out, lse, schedule),
         "q_ptr": q,
         "latent_desc": tile_descriptor(rows, (box or 64, fmt.kv_lora_rank)),
         "rope_desc": tile_descriptor(rows, (box or 64, 64)),
         "rows_ptr": rows,
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "pieces_ptr": schedule.outs,
-        "piece_lses_ptr": schedule.lses,
-        "bounds_ptr": schedule.bounds,
-        "offsets_ptr": batch.input_row_offsets,
-        "cache_lengths_ptr": batch.cache_lengths,
-        "page_table_ptr": batch.page_table,
-        "scale_log2": softmax_scale / LN_2,
-        "num_requests": batch.num_requests,
-        "num_tokens": len(q),
-        "num_heads": q.shape[1],
-        "max_pages": batch.max_pages,
-        "slot_rows": schedule.outs.shape[1],
         "stride_q_token": q.stride(0),
         "stride_q_head": q.stride(1),
-        "PAGE_SIZE": pages.page_size,
-        "LATENT_DIM": fmt.kv_lora_rank,
-        "ROPE_DIM": fmt.rope_dim,
-        "GANG": work.gang,
         "ROWS": work.tile_rows,
         "STAGES": 2,
-        "BOX": max(box, 1),
         "ROW_DIM": rows.stride(0),
-        "LN_2": LN_2,
     }
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (work.num_parts * work.gang,), arguments, options
@@ -489,14 +470,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         q = torch.empty(1, rows, fmt.row_dim, dtype=torch.bfloat16)
         out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, rows)
         batch = PagedBatch([0, 1], [0], [[0]])
-        schedule = Schedule(
-            Work(132, 1, rows, 64),
-            torch.empty(133, 2, dtype=torch.int32),
-            torch.empty(1, dtype=torch.int32),
-            torch.empty(1, dtype=torch.int64),
-            torch.empty(264, rows, latent_dim),
-            torch.empty(264, rows),
-        )
+        schedule = make_schedule(batch, rows, 1, latent_dim, Work(132, 1, rows, 64))
         _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
         label = f"L{latent_dim}-R{rope_dim}-rows{rows}-page{page_size}"
         yield config_of_call(_mla_decode_few_kernel, label, arguments, options, **SMALL_SPILLS)

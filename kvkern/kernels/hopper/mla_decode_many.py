@@ -33,6 +33,7 @@ from kvkern.kernels.hopper.paging import (
     clear_padding,
     clear_rows,
     copy_rows,
+    decode_fields,
     hole_word,
     part_bounds,
     pass_on_copies,
@@ -41,9 +42,8 @@ from kvkern.kernels.hopper.paging import (
     scalar,
     table_row,
 )
-from kvkern.kernels.numerics import LN_2
 from kvkern.kernels.paging import ANY_ALIGNMENT
-from kvkern.kernels.schedule import Schedule, Work
+from kvkern.kernels.schedule import Schedule, Work, make_schedule
 from kvkern.layout import CacheFormat
 
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows a program
@@ -704,32 +704,13 @@ def _call(
         queries = queries.clone()
     box = box_keys(pages.page_size)
     arguments = {
+        **decode_fields(pages, batch, softmax_scale, out, lse, schedule),
         "q_half_desc": tile_descriptor(queries, (64, half)),
         "q_rope_desc": tile_descriptor(queries, (64, 64)),
         "half_desc": tile_descriptor(rows, (box or 64, half)),
         "rope_desc": tile_descriptor(rows, (box or 64, 64)),
         "rows_ptr": rows,
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "pieces_ptr": schedule.outs,
-        "piece_lses_ptr": schedule.lses,
-        "bounds_ptr": schedule.bounds,
-        "offsets_ptr": batch.input_row_offsets,
-        "cache_lengths_ptr": batch.cache_lengths,
-        "page_table_ptr": batch.page_table,
-        "scale_log2": softmax_scale / LN_2,
-        "num_requests": batch.num_requests,
-        "num_tokens": len(q),
-        "num_heads": q.shape[1],
-        "max_pages": batch.max_pages,
-        "slot_rows": schedule.outs.shape[1],
-        "PAGE_SIZE": pages.page_size,
-        "LATENT_DIM": fmt.kv_lora_rank,
-        "ROPE_DIM": fmt.rope_dim,
         "ROW_DIM": row_stride,
-        "BOX": max(box, 1),
-        "GANG": work.gang,
-        "LN_2": LN_2,
     }
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return (work.num_parts * work.gang,), arguments, options
@@ -753,15 +734,9 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
         q = torch.empty(1, 64 * gang, fmt.row_dim, dtype=torch.bfloat16)
         out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, 64 * gang)
-        schedule = Schedule(
-            Work(132 // gang, gang, 64, 64),
-            torch.empty(133, 2, dtype=torch.int32),
-            torch.empty(1, dtype=torch.int32),
-            torch.empty(1, dtype=torch.int64),
-            torch.empty(264 // gang, 64 * gang, latent_dim),
-            torch.empty(264 // gang, 64 * gang),
-        )
         batch = PagedBatch([0, 1], [0], [[0]])
+        work = Work(132 // gang, gang, 64, 64)
+        schedule = make_schedule(batch, 64 * gang, 1, latent_dim, work)
         _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
         label = f"L{latent_dim}-R{rope_dim}-gang{gang}-page{page_size}"
         budget = SMALL_SPILLS if box_keys(page_size) else _GATHER_SPILLS

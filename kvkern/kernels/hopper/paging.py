@@ -1,11 +1,18 @@
 """What Gluon's decode kernels share: their part of the schedule, and rows that are not there."""
 
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kvkern.cache.batch import PagedBatch
+from kvkern.cache.storage import LayerPages
 from kvkern.kernels.hopper.compat import copy_values
+from kvkern.kernels.numerics import LN_2
+from kvkern.kernels.schedule import Schedule
 
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # keys a block
 
@@ -15,6 +22,39 @@ def box_keys(page_size: int) -> int:
     if page_size % 64 == 0:
         return 64
     return page_size if page_size in (16, 32) else 0
+
+
+def decode_fields(
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+) -> dict[str, Any]:
+    """Arguments that each decode kernel has: all but the query and the pages themselves."""
+    return {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "pieces_ptr": schedule.outs,
+        "piece_lses_ptr": schedule.lses,
+        "bounds_ptr": schedule.bounds,
+        "offsets_ptr": batch.input_row_offsets,
+        "cache_lengths_ptr": batch.cache_lengths,
+        "page_table_ptr": batch.page_table,
+        "scale_log2": softmax_scale / LN_2,
+        "num_requests": batch.num_requests,
+        "num_tokens": out.shape[0],
+        "num_heads": out.shape[1],
+        "max_pages": batch.max_pages,
+        "slot_rows": schedule.outs.shape[1],
+        "PAGE_SIZE": pages.page_size,
+        "BOX": max(box_keys(pages.page_size), 1),
+        "LATENT_DIM": pages.format.kv_lora_rank,
+        "ROPE_DIM": pages.format.rope_dim,
+        "GANG": schedule.work.gang,
+        "LN_2": LN_2,
+    }
 
 
 @gluon.jit
