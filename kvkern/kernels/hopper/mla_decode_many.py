@@ -28,54 +28,32 @@ from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
-    are_keys,
+    NO_MAXIMUM,
+    ROWS,
+    WIDE_128,
+    WIDE_256,
     box_keys,
     clear_padding,
     clear_rows,
     copy_rows,
     decode_fields,
     hole_word,
+    hole_words,
+    make_barriers,
+    mask_scores,
     part_bounds,
     pass_on_copies,
     put,
     request_share,
     scalar,
+    store_half,
     table_row,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Schedule, Work, make_schedule
 from kvkern.layout import CacheFormat
 
-ROWS: gl.constexpr = gl.constexpr(64)  # query rows a program
-_NONE: gl.constexpr = gl.constexpr(-1e30)  # a maximum of no scores; finite, as -inf - -inf is NaN
 _LAG: gl.constexpr = gl.constexpr(8.0)  # log2 of what a maximum may lag behind
-# a thread holds 8 neighbouring columns of a row, which it can store at once; by half of a latent
-_WIDE_128: gl.constexpr = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 128],
-    )
-)
-_WIDE_256: gl.constexpr = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 256],
-    )
-)
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
-    return barriers
 
 
 @gluon.jit
@@ -99,33 +77,6 @@ def _start_scores(q, keys, full_left, full_right, block, no_scores, ROPE_DIM: gl
     return warpgroup_mma(
         q_right.index(zero), right.index(stage).permute((1, 0)), scores, is_async=True
     )
-
-
-@gluon.jit
-def _mask_scores(scores, holes, stage, block, num_visible, min_visible, BOX: gl.constexpr):
-    """-inf for keys that a row must not see."""
-    first_key = block * BLOCK_N
-    low = scalar(holes.index(stage * 2))
-    high = 0
-    if BOX == 1:
-        high = scalar(holes.index(stage * 2 + 1))
-    if (first_key + BLOCK_N > min_visible) | ((low | high) != 0):
-        offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
-        is_key = are_keys(low, high, offs_n, BOX)
-        key = gl.where(is_key, first_key + offs_n, 2147483647)
-        is_visible = gl.expand_dims(key, 0) < gl.expand_dims(num_visible, 1)
-        scores = gl.where(is_visible, scores, -float("inf"))
-    return scores
-
-
-@gluon.jit
-def _store_half(acc, out_ptr, first_row, num_rows, columns, STRIDE: gl.constexpr):
-    """Rows of half of the latent as they lie in registers."""
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
-    offs_l = columns + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    offs = gl.expand_dims(row * STRIDE, 1) + gl.expand_dims(offs_l, 0)
-    values = acc.to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + first_row * STRIDE + offs, values, mask=gl.expand_dims(row < num_rows, 1))
 
 
 @gluon.jit
@@ -216,7 +167,7 @@ def _attend_left(
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_SCORE)
             mask_row = row < num_rows
-            max_score = gl.full([ROWS], _NONE, gl.float32, OF_SCORE)
+            max_score = gl.full([ROWS], NO_MAXIMUM, gl.float32, OF_SCORE)
             weight_sum = gl.zeros([ROWS], gl.float32, OF_SCORE)
             acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
             if begin < stop:
@@ -231,9 +182,10 @@ def _attend_left(
                 scores = _start_scores(q, keys, full_left, full_right, done, no_scores, ROPE_DIM)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 for block in range(begin, stop - 1):
-                    scores = _mask_scores(
-                        scores, holes, done & 1, block, num_visible, min_visible, BOX
-                    )
+                    scores = mask_scores(
+                        scores, hole_words(holes, done & 1, BOX), block, num_visible, min_visible,
+                        BOX,
+                    )  # fmt: skip
                     new_max = gl.max(scores, 1) * scale_log2
                     is_far = new_max > max_score + _LAG
                     new_max = gl.where(is_far, new_max, max_score)
@@ -264,9 +216,10 @@ def _attend_left(
                     scores = warpgroup_mma_wait(0, deps=(scores_started,))
                     done += 1
                 mbarrier.arrive(q_empty, count=1)
-                scores = _mask_scores(
-                    scores, holes, done & 1, stop - 1, num_visible, min_visible, BOX
-                )
+                scores = mask_scores(
+                    scores, hole_words(holes, done & 1, BOX), stop - 1, num_visible, min_visible,
+                    BOX,
+                )  # fmt: skip
                 if BOX > 1:  # else nothing was fetched there
                     num_left = seq_len - (stop - 1) * BLOCK_N
                     if num_left < BLOCK_N:
@@ -308,7 +261,7 @@ def _attend_left(
             num_left = num_rows - tile * ROWS
             if is_piece:
                 first_row = piece.to(gl.int64) * slot_rows + tile * ROWS
-                _store_half(acc, pieces_ptr, first_row, num_left, 0, 2 * HALF)
+                store_half(acc, pieces_ptr, first_row, num_left, 0, 2 * HALF)
                 gl.store(piece_lses_ptr + piece.to(gl.int64) * slot_rows + row, lse, mask=mask_row)
             else:
                 first_row = start.to(gl.int64) * num_heads + tile * ROWS
@@ -374,12 +327,12 @@ def _attend_right(
             num_left = num_rows - tile * ROWS
             if is_piece:
                 first_row = piece.to(gl.int64) * slot_rows + tile * ROWS
-                _store_half(acc, pieces_ptr, first_row, num_left, HALF, 2 * HALF)
+                store_half(acc, pieces_ptr, first_row, num_left, HALF, 2 * HALF)
             else:
                 first_row = start.to(gl.int64) * num_heads + tile * ROWS
-                WIDE: gl.constexpr = _WIDE_256 if HALF == 256 else _WIDE_128
+                WIDE: gl.constexpr = WIDE_256 if HALF == 256 else WIDE_128
                 out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
-                _store_half(out, out_ptr, first_row, num_left, HALF, 2 * HALF)
+                store_half(out, out_ptr, first_row, num_left, HALF, 2 * HALF)
 
 
 @gluon.jit
@@ -622,11 +575,11 @@ def _mla_decode_many_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], one)
     flag = gl.allocate_shared_memory(gl.int32, [1], one)
     holes = gl.allocate_shared_memory(gl.int32, [4, 1], one)
-    full_left = _barriers(2)
-    full_right = _barriers(2)
-    empty_left = _barriers(2)
-    empty_right = _barriers(2)
-    single = _barriers(4)
+    full_left = make_barriers(2, 1)
+    full_right = make_barriers(2, 1)
+    empty_left = make_barriers(2, 1)
+    empty_right = make_barriers(2, 1)
+    single = make_barriers(4, 1)
     fence_async_shared()
     q = (q_left, q_right, q_rope)
     keys = (left, right, rope)

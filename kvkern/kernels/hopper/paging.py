@@ -15,6 +15,27 @@ from kvkern.kernels.numerics import LN_2
 from kvkern.kernels.schedule import Schedule
 
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # keys a block
+ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a program, where there are many
+NO_MAXIMUM: gl.constexpr = gl.constexpr(-1e30)  # of no scores; finite, as -inf - -inf is NaN
+# a thread holds 8 neighbouring columns of a row, which it can store at once; by half of a latent
+WIDE_128: gl.constexpr = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 128],
+    )
+)
+WIDE_256: gl.constexpr = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
 
 
 def box_keys(page_size: int) -> int:
@@ -55,6 +76,14 @@ def decode_fields(
         "GANG": schedule.work.gang,
         "LN_2": LN_2,
     }
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
@@ -102,6 +131,29 @@ def are_keys(low, high, offs_n, BOX: gl.constexpr):
     box = offs_n // BOX
     word = gl.where(box < 32, low, high)
     return ((word >> (box % 32)) & 1) == 0
+
+
+@gluon.jit
+def hole_words(holes, stage, BOX: gl.constexpr):
+    """What ``hole_word`` found in a block of the ring; the second word only where BOX is 1."""
+    high = 0
+    if BOX == 1:
+        high = scalar(holes.index(stage * 2 + 1))
+    return scalar(holes.index(stage * 2)), high
+
+
+@gluon.jit
+def mask_scores(scores, holes, block, num_visible, min_visible, BOX: gl.constexpr):
+    """-inf for keys that a row must not see; rows are scores' first axis."""
+    first_key = block * BLOCK_N
+    low, high = holes
+    if (first_key + BLOCK_N > min_visible) | ((low | high) != 0):
+        offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
+        is_key = are_keys(low, high, offs_n, BOX)
+        key = gl.where(is_key, first_key + offs_n, 2147483647)
+        is_visible = gl.expand_dims(key, 0) < gl.expand_dims(num_visible, 1)
+        scores = gl.where(is_visible, scores, -float("inf"))
+    return scores
 
 
 @gluon.jit
@@ -175,3 +227,13 @@ def clear_padding(out_ptr, lse_ptr, first_row, num_rows, LATENT_DIM: gl.constexp
         offs = gl.expand_dims(row * LATENT_DIM, 1) + gl.expand_dims(offs_l, 0)
         gl.store(out_ptr + offs, zeros, mask=gl.expand_dims(row < num_rows, 1))
         gl.store(lse_ptr + row, nothing, mask=row < num_rows)
+
+
+@gluon.jit
+def store_half(acc, out_ptr, first_row, num_rows, columns, STRIDE: gl.constexpr):
+    """Rows of half of the latent as they lie in registers."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    offs_l = columns + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    offs = gl.expand_dims(row * STRIDE, 1) + gl.expand_dims(offs_l, 0)
+    values = acc.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + first_row * STRIDE + offs, values, mask=gl.expand_dims(row < num_rows, 1))
