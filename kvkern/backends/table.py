@@ -17,6 +17,7 @@ class DecodeCall(NamedTuple):
 
     q_dtype: torch.dtype
     format: CacheFormat
+    page_size: int
     num_splits: int | None
     is_batch_invariant: bool
     max_rows: int | None  # most (token, head) rows of a request, where the host knows it
@@ -71,16 +72,9 @@ def _hopper_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _hopper_refuses_call(call: DecodeCall) -> str | None:
-    fmt = call.format
-    if fmt.name not in ("bf16", "fp16"):
-        return f"takes formats bf16 and fp16, got {fmt.name}"
-    if call.q_dtype != fmt.latent_dtype:
-        return f"takes q in the cache's dtype {fmt.latent_dtype}, got {call.q_dtype}"
-    if fmt.kv_lora_rank not in (128, 256, 512) or fmt.rope_dim > 64 or fmt.rope_dim % 8:
-        return (
-            "takes 128, 256 or 512 latent columns and 0, 8, ... or 64 rope columns, got "
-            f"{fmt.kv_lora_rank} and {fmt.rope_dim}"
-        )
+    reason = _hopper_refuses_format(call)
+    if reason is not None:
+        return reason
     if call.num_splits is not None:
         return f"cuts keys by its own schedule: leave num_splits out, got {call.num_splits}"
     if call.is_batch_invariant:
@@ -89,6 +83,29 @@ def _hopper_refuses_call(call: DecodeCall) -> str | None:
         return "needs to know max_query_len: build the batch from host data or with check=True"
     if call.max_rows > 512:
         return f"takes up to 512 rows (new tokens x heads) a request, got {call.max_rows}"
+    return None
+
+
+def _hopper_refuses_format(call: DecodeCall) -> str | None:
+    fmt = call.format
+    if fmt.name not in ("bf16", "fp16", "fp8", "fp8_token", "fp8_ds_mla"):
+        return f"takes formats bf16, fp16 and those of 8 bits, got {fmt.name}"
+    if not fmt.is_quantised and call.q_dtype != fmt.latent_dtype:
+        return f"takes q in the cache's dtype {fmt.latent_dtype}, got {call.q_dtype}"
+    if call.q_dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {call.q_dtype}"
+    latents, ropes = {  # columns
+        "fp8": ((256, 512), (0, 32, 64)),
+        "fp8_token": ((512,), (64,)),
+        "fp8_ds_mla": ((512,), (64,)),
+    }.get(fmt.name, ((128, 256, 512), tuple(range(0, 65, 8))))
+    if fmt.kv_lora_rank not in latents or fmt.rope_dim not in ropes:
+        return (
+            f"takes {latents} latent and {ropes} rope columns of {fmt.name}, got "
+            f"{fmt.kv_lora_rank} and {fmt.rope_dim}"
+        )
+    if fmt.is_quantised and call.page_size % 64 and call.page_size not in (16, 32):
+        return f"takes pages of 16, 32 or a multiple of 64 tokens of 8 bits, got {call.page_size}"
     return None
 
 

@@ -83,7 +83,7 @@ def mla_decode(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     batch, pages = cache.batch, cache.pages
     max_rows = None if batch.max_query_len is None else batch.max_query_len * q.shape[1]
-    call = DecodeCall(q.dtype, fmt, num_splits, is_invariant, max_rows)
+    call = DecodeCall(q.dtype, fmt, pages.page_size, num_splits, is_invariant, max_rows)
     run = choose("mla_decode", backend, q.device, q.dtype, call)
     run(q, pages, batch, softmax_scale, num_splits, is_invariant, out, lse)
     return AttentionOutput(out, lse)

@@ -14,6 +14,8 @@ import io
 import json
 import pkgutil
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -90,7 +92,31 @@ def compile_kernel(
     except (TritonError, RuntimeError) as error:  # a failed compiler pass is a RuntimeError
         reason = f"{type(error).__name__}: {error}"
         raise CompileError(f"{kernel.__name__} for sm_{capability}: {reason}") from error
-    return _read_report(ptxas_log.getvalue(), compiled.metadata.shared)
+    report = _read_report(ptxas_log.getvalue(), compiled.metadata.shared)
+    num_wrong = count_wrong_unpacks(_machine_code(compiled))
+    if num_wrong:
+        wrong = f"miscompiled: {num_wrong} unpackings of e4m3 read the stack pointer"
+        report = report._replace(warnings=(*report.warnings, wrong))
+    return report
+
+
+def count_wrong_unpacks(machine_code: str) -> int:
+    """How often e4m3 is unpacked from R1, which is never data but the stack pointer.
+
+    ptxas 12.8 and 12.9 do it, in some kernels, to what was packed just before.
+    """
+    return len(re.findall(r"E4M3\.UNPACK_B R\d+, R1(?:\.\w+)* ;", machine_code))
+
+
+def _machine_code(compiled: Any) -> str:
+    """The disassembly, of a kernel that unpacks e4m3."""
+    if "e4m3x2" not in compiled.asm["ptx"]:
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def problems(config: KernelConfig, capability: int) -> list[str]:

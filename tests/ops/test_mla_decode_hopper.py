@@ -14,6 +14,7 @@ BF16 = torch.bfloat16
 SCALE = 0.07
 H100 = Gpu(capability=90, num_sms=132)
 FULL = CacheFormat("bf16")
+EIGHT_BITS = ("fp8", "fp8_token", "fp8_ds_mla")
 
 
 def is_hopper():
@@ -26,7 +27,8 @@ on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a card of compute 
 def make(fmt, num_heads, lengths, num_padding=0, **options):
     case = make_paged_case(fmt, *lengths, device="cuda", **{"page_size": 64, **options})
     num_tokens = case.batch.num_tokens + num_padding
-    q = torch.randn(num_tokens, num_heads, fmt.row_dim, dtype=fmt.latent_dtype, device="cuda")
+    dtype = BF16 if fmt.is_quantised else fmt.latent_dtype
+    q = torch.randn(num_tokens, num_heads, fmt.row_dim, dtype=dtype, device="cuda")
     return case, q
 
 
@@ -43,17 +45,29 @@ def assert_right(result, q, view):
 
 # ---- what is refused, and how work is cut: without a card
 
-CALL = DecodeCall(BF16, FULL, None, False, 128)
+CALL = DecodeCall(BF16, FULL, 64, None, False, 128)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": CacheFormat("fp8")}, "takes formats bf16 and fp16, got fp8"),
+        ({"format": CacheFormat("nvfp4")}, "takes formats bf16, fp16 and those of 8 bits, got nvf"),
+        (
+            {"format": CacheFormat("fp8"), "q_dtype": torch.float32},
+            "takes bfloat16 and float16, got torch.float32",
+        ),
+        (
+            {"format": CacheFormat("fp8_token", 256, 64)},
+            "takes (512,) latent and (64,) rope columns of fp8_token, got 256 and 64",
+        ),
+        (
+            {"format": CacheFormat("fp8"), "page_size": 8},
+            "takes pages of 16, 32 or a multiple of 64 tokens of 8 bits, got 8",
+        ),
         ({"q_dtype": torch.float16}, "takes q in the cache's dtype torch.bfloat16, got torch.flo"),
-        ({"format": CacheFormat("bf16", 384, 64)}, "takes 128, 256 or 512 latent columns and 0, 8"),
-        ({"format": CacheFormat("bf16", 512, 128)}, "64 rope columns, got 512 and 128"),
-        ({"format": CacheFormat("bf16", 512, 36)}, "64 rope columns, got 512 and 36"),
+        ({"format": CacheFormat("bf16", 384, 64)}, "takes (128, 256, 512) latent and (0, 8,"),
+        ({"format": CacheFormat("bf16", 512, 128)}, "64) rope columns of bf16, got 512 and 128"),
+        ({"format": CacheFormat("bf16", 512, 36)}, "64) rope columns of bf16, got 512 and 36"),
         ({"num_splits": 2}, "cuts keys by its own schedule: leave num_splits out, got 2"),
         ({"is_batch_invariant": True}, "cuts keys where it balances the batch"),
         ({"max_rows": None}, "needs to know max_query_len: build the batch from host data"),
@@ -79,13 +93,15 @@ def test_tiles_are_no_larger_than_rows_and_gangs_hold_all_of_a_request():
 
     for num_heads in (1, 5, 8, 16, 17, 32, 33, 64, 100, 128):
         for query_len in (1, 2, 4):
-            for latent_dim in (128, 256, 512):
-                work = choose_work(num_heads, query_len, latent_dim, H100)
+            for fmt in (CacheFormat("bf16", 128, 64), FULL, *map(CacheFormat, EIGHT_BITS)):
+                work = choose_work(num_heads, query_len, fmt, H100)
                 rows = num_heads * query_len
                 assert work.gang * work.tile_rows >= rows
                 assert work.gang * work.tile_rows < 2 * max(rows, 8)
                 assert work.num_parts * work.gang <= 132 < (work.num_parts + 1) * work.gang
-                assert (work.tile_rows == 64) == (rows > 32 and latent_dim > 128)
+                has_64 = fmt.name in ("bf16", "fp8") and fmt.kv_lora_rank > 128
+                assert (work.tile_rows == 64) == (rows > 32 and has_64)
+                assert work.tile_rows <= 16 or rows > 32 or not fmt.is_quantised
 
 
 # ---- on the card
@@ -111,6 +127,42 @@ def test_dims_dtypes_and_page_sizes(name, latent, rope, num_heads, page_size):
     lengths = ([1000, 63, 64, 65, 0, 127], [1, 1, 2, 1, 3, 1])
     case, q = make(CacheFormat(name, latent, rope), num_heads, lengths, page_size=page_size)
     assert_right(decode(q, case.view), q, case.view)
+
+
+@on_hopper
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("num_heads", [5, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_caches_of_8_bits(name, num_heads, page_size, mean):
+    """Against fp64 on the stored values; weights of many heads in fp8 are rounded to e4m3."""
+    lengths = ([1000, 64, 3, 2500, 0, 8190], [1, 2, 0, 1, 3, 1])
+    case, q = make(CacheFormat(name), num_heads, lengths, 2, page_size=page_size, mean=mean)
+    result = decode(q, case.view)
+    exact = mla_decode(q.double(), case.view, softmax_scale=SCALE, backend="reference")
+    assert (result.out[-2:] == 0).all() and (result.lse[-2:] == -torch.inf).all()
+    error = (result.out.double() - exact.out).norm() / exact.out.norm()
+    is_many = name == "fp8" and num_heads * 3 > 32
+    assert error < (2e-2 if is_many else 4e-3)
+    bias = (result.out.double() - exact.out).mean() / exact.out.abs().mean()
+    assert abs(bias) < 2e-3
+    assert (result.lse[:-2] - exact.lse[:-2]).abs().max() < 1e-2
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_caches_of_8_bits_are_read_within_their_requests(name, num_heads):
+    lengths = ([37, 16, 9, 0, 131], [1, 3, 1, 2, 1])
+    case, q = make(CacheFormat(name), num_heads, lengths, page_size=64)
+    poisoned = decode(q, case.view)
+    assert poisoned.out.isfinite().all() and not poisoned.lse.isnan().any()
+    case.fill_unwritten(0)
+    clean = decode(q, case.view)
+    assert torch.equal(clean.out, poisoned.out) and torch.equal(clean.lse, poisoned.lse)
+    for _ in range(20):
+        again = decode(q, case.view)
+        assert torch.equal(again.out, clean.out) and torch.equal(again.lse, clean.lse)
 
 
 @on_hopper

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core as gl_core
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -15,6 +16,15 @@ GLUON_TYPES = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
+
+
+@gl_core.builtin
+def view_tile(tile, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory as another type, shape and layout."""
+    unwrap = gl_core._unwrap_if_constexpr
+    return _semantic.memdesc_reinterpret(
+        tile, unwrap(dtype), [unwrap(size) for size in unwrap(shape)], unwrap(layout)
+    )
 
 
 def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -11,13 +11,13 @@ have a mean come out too small, the more so the more keys there are.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core as gl_core
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from kvkern.kernels.hopper.compat import view_tile
 from kvkern.kernels.hopper.paging import BLOCK_N, ROWS, WIDE_128, WIDE_256
 
 SHARE_ROWS: gl.constexpr = gl.constexpr(32)  # query rows that a warpgroup quantises
@@ -25,14 +25,10 @@ _E4M3_MAX: gl.constexpr = gl.constexpr(448.0)
 _MIN_SCALE: gl.constexpr = gl.constexpr(2.0**-60)  # of a query row; its product is not to vanish
 
 
-@gl_core.builtin
-def _view_words(tile, shape, swizzle_bytes, _semantic=None):
+@gluon.jit
+def _view_words(tile, NUM_ROWS: gl.constexpr, WORDS: gl.constexpr, SWIZZLE: gl.constexpr):
     """A tile's bytes as int32; its swizzle moves 16 bytes at once, and stays what it is."""
-    unwrap = gl_core._unwrap_if_constexpr
-    layout = gl.NVMMASharedLayout(unwrap(swizzle_bytes), 32, 2)
-    return _semantic.memdesc_reinterpret(
-        tile, gl.int32, [unwrap(size) for size in unwrap(shape)], layout
-    )
+    return view_tile(tile, gl.int32, [NUM_ROWS, WORDS], gl.NVMMASharedLayout(SWIZZLE, 32, 2))
 
 
 @gluon.jit
@@ -163,7 +159,7 @@ def transpose_half(tile, values, num_left):
     """
     NUM_WORDS: gl.constexpr = tile.shape[1] // 4
     LAYOUT: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [4, 1], [0, 1])
-    x = _view_words(tile, [64, NUM_WORDS], 128).load(LAYOUT)
+    x = _view_words(tile, 64, NUM_WORDS, 128).load(LAYOUT)
     if num_left < BLOCK_N:
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         x = gl.where(gl.expand_dims(row, 1) < num_left, x, 0)
@@ -186,4 +182,4 @@ def transpose_half(tile, values, num_left):
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     y = gl.join(gl.join(y0, y1), gl.join(y2, y3)).permute([3, 2, 1, 0])
-    _view_words(values, [4 * NUM_WORDS, 16], 64).store(y.reshape([4 * NUM_WORDS, 16]))
+    _view_words(values, 4 * NUM_WORDS, 16, 64).store(y.reshape([4 * NUM_WORDS, 16]))

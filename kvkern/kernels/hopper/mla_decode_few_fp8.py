@@ -1,0 +1,742 @@
+"""mla_decode for few rows of an 8-bit cache: e4m3 S^T = K Q^T, fp16 O^T = V^T softmax(scale S)^T.
+
+As in mla_decode_few, operands are swapped: keys, and the columns of the latent, are the 64 rows
+that a wgmma wants, and query rows its N. Two warpgroups take a tile's blocks of 64 keys in turn,
+each with a maximum, a sum and an output of its own, and finish half of the columns each.
+
+- Scores. A query row is 2^e (high + low / 16), both e4m3, side by side on N: 8 significant bits, as
+  bf16 has, or 2^-17 of the row's largest; fp16 loses 3 of its 11. fp8 wgmma keeps about 13 bits of
+  a sum, which here goes over the columns of one key; sums over keys are fp32. A bf16 rope key has
+  a wgmma of its own, with two bf16 terms.
+- Output. 8-bit wgmma takes no transposed operand, so V^T goes through registers as fp16, where e4m3
+  is exact. Weights are fp16 up to 2^8: 11 bits, down to 2^-22 of a row's largest.
+- Scales of tokens, or of 128 columns of them, multiply scores in fp32, and weights before they are
+  rounded. So what must stay below 1 is weight * scale, and the running maximum is that of
+  score + log2(scale): whatever the scales are, from 2^-100 to 2^119, the largest term of a row is
+  near 2^8. Weights alone then reach 2^100 and their sum 2^124, in fp32. Scales of a group are
+  divided by a power of two that grows with the largest share that they have of their key's largest:
+  128 columns of tiny scales beside others keep their 11 bits.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kvkern.cache.batch import PagedBatch
+from kvkern.cache.storage import LayerPages, PagedKVCache
+from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor, view_tile
+from kvkern.kernels.hopper.paging import (
+    BLOCK_N,
+    are_keys,
+    box_keys,
+    clear_padding,
+    clear_rows,
+    decode_fields,
+    hole_word,
+    make_barriers,
+    part_bounds,
+    put,
+    request_share,
+    scalar,
+    table_row,
+)
+from kvkern.kernels.paging import ANY_ALIGNMENT
+from kvkern.kernels.schedule import Schedule, Work, make_schedule
+from kvkern.layout import CacheFormat, FormatName
+
+_GAIN: gl.constexpr = gl.constexpr(256.0)  # of weights in fp16
+_MIN_SCALE: gl.constexpr = gl.constexpr(2.0**-100)  # smaller ones, which nobody writes, count as it
+_ROPE_RANGE: gl.constexpr = gl.constexpr(2.0**-40)
+_E4M3_BITS: gl.constexpr = gl.constexpr(-(2**20))  # of an fp32: sign, exponent, 3 of the fraction
+_BF16_BITS: gl.constexpr = gl.constexpr(-(2**16))
+
+
+@gluon.jit
+def _fetch(
+    latent_desc,
+    rope_desc,
+    scales_ptr,
+    keys,
+    barriers,
+    work,
+    GANG: gl.constexpr,
+    ROWS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    NUM_GROUPS: gl.constexpr,
+    STRIDE_SCALES: gl.constexpr,
+):
+    """Fill the ring with the blocks that the warpgroups take, in their order. One warp.
+
+    A block is fetched in boxes that lie in one page each; a page of -1 is outside the cache, where
+    the TMA finds zeros. Scales lie 4 or 656 bytes apart: each lane copies those of two keys, and
+    arrives when they have; those of keys that are not there are 0.
+    """
+    latents, ropes, scales, holes = keys
+    full, empty, _meeting = barriers
+    bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads = work
+    STAGES: gl.constexpr = latents.type.shape[0]
+    LATENT_DIM: gl.constexpr = latents.type.shape[2]
+    BOX: gl.constexpr = latent_desc.block_type.shape[0]
+    ROPE_BYTES: gl.constexpr = rope_desc.dtype.primitive_bitwidth // 8 * 64 if ROPE_DIM > 0 else 0
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    offs_n = gl.arange(0, BLOCK_N, layout=LANES)
+    part = part_bounds(bounds_ptr, GANG)
+    fetched = 0
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        _, num_tokens, cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        seq_len = cached + num_tokens
+        table_ptr = table_row(page_table_ptr, request, max_pages)
+        num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
+        for _ in range(gl.program_id(0) % GANG, num_tiles, GANG):
+            for block in range(begin, stop):
+                key = block * BLOCK_N + offs_n
+                column = key // PAGE_SIZE
+                mask = (key < seq_len) & (column < max_pages)
+                page = gl.load(table_ptr + column, mask=mask, other=-1)
+                is_hole = (key < seq_len) & (page < 0) & (offs_n % BOX == 0)
+                hole_bits = hole_word(is_hole, offs_n // BOX, 0)
+                slots = page * PAGE_SIZE + key % PAGE_SIZE
+                stage = fetched % STAGES
+                arrived = full.index(stage)
+                mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
+                put(holes.index(stage), hole_bits)
+                mbarrier.expect(arrived, BLOCK_N * (LATENT_DIM + ROPE_BYTES))
+                for box in gl.static_range(BLOCK_N // BOX):
+                    slot = gl.max(gl.where(offs_n == box * BOX, slots, -2147483648), 0)
+                    load_tile(
+                        latent_desc, [slot, 0], arrived,
+                        latents.index(stage).slice(box * BOX, BOX, dim=0),
+                    )  # fmt: skip
+                    if ROPE_DIM > 0:
+                        load_tile(
+                            rope_desc, [slot, 0], arrived,
+                            ropes.index(stage).slice(box * BOX, BOX, dim=0),
+                        )  # fmt: skip
+                if NUM_GROUPS > 0:
+                    ptrs = scales_ptr + slots.to(gl.int64) * STRIDE_SCALES
+                    for group in gl.static_range(NUM_GROUPS):
+                        cell = scales.index(stage * NUM_GROUPS + group)
+                        copy_values(cell, ptrs + group, mask=page >= 0)
+                    async_copy.mbarrier_arrive(arrived, increment_count=False)
+                fetched += 1
+
+
+@gluon.jit
+def _power_below(value):
+    """The largest power of two that is not above a value > 0."""
+    return (value.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _inverse_of(power):
+    """Exact, of a power of two."""
+    return ((254 << 23) - power.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _term(values, BITS: gl.constexpr, TERM: gl.constexpr):
+    """Values are term 0 + term 1 / 16: rounded to some bits, and what that leaves.
+
+    Term 0 is rounded by its bits, not converted and back: ptxas 12.8 and 12.9 miscompile the
+    unpacking of what was packed just before.
+    """
+    bits = (values.to(gl.int32, bitcast=True) + (-BITS // 2)) & BITS
+    high = bits.to(gl.float32, bitcast=True)
+    return high if TERM == 0 else (values - high) * 16.0
+
+
+@gluon.jit
+def _load_query(q_ptr, query, offs_row, mask_row, rope_factor, ROPE_DIM, TERM: gl.constexpr):
+    """One term of a tile of query rows, each over its power of two, which is returned.
+
+    Rows that are not there are zero. Both warpgroups find the same powers.
+    """
+    q_latent, q_rope = query[0].index(0), query[1].index(0)
+    ROWS: gl.constexpr = q_latent.shape[0] // 2
+    LATENT_DIM: gl.constexpr = q_latent.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, LATENT_DIM // 32], [1, 32], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    OF_WIDE: gl.constexpr = gl.SliceLayout(1, WIDE)
+    OF_NARROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, WIDE))
+    offs = gl.expand_dims(gl.convert_layout(offs_row, OF_WIDE), 1) + gl.expand_dims(offs_l, 0)
+    mask = gl.expand_dims(gl.convert_layout(mask_row, OF_WIDE), 1)
+    latent = gl.load(q_ptr + offs, mask=mask, other=0.0).to(gl.float32)
+    offs_r = gl.arange(0, 64, layout=gl.SliceLayout(0, NARROW))
+    offs = gl.expand_dims(gl.convert_layout(offs_row, OF_NARROW), 1) + gl.expand_dims(offs_r, 0)
+    mask = gl.expand_dims(gl.convert_layout(mask_row, OF_NARROW), 1)
+    mask = mask & gl.expand_dims(offs_r < ROPE_DIM, 0)
+    rope = gl.load(q_ptr + LATENT_DIM + offs, mask=mask, other=0.0).to(gl.float32) * rope_factor
+
+    # the largest comes to lie in [128, 256), below e4m3's 448; in bf16, rope columns have the range
+    # to lie far above, and leave the bits to latents whose scales are large
+    IS_NARROW: gl.constexpr = q_rope.dtype.primitive_bitwidth == 8
+    largest = gl.convert_layout(gl.max(gl.abs(rope), 1), OF_WIDE)
+    largest = largest if IS_NARROW else largest * _ROPE_RANGE
+    largest = gl.maximum(gl.maximum(gl.max(gl.abs(latent), 1), largest), _MIN_SCALE)
+    power = _power_below(largest) * 0.0078125
+    inverse = _inverse_of(power)
+    latent = latent * gl.expand_dims(inverse, 1)
+    rope = rope * gl.expand_dims(gl.convert_layout(inverse, OF_NARROW), 1)
+    BITS: gl.constexpr = _E4M3_BITS if IS_NARROW else _BF16_BITS
+    q_latent.slice(TERM * ROWS, ROWS, dim=0).store(
+        _term(latent, _E4M3_BITS, TERM).to(q_latent.dtype)
+    )
+    if ROPE_DIM > 0:
+        q_rope.slice(TERM * ROWS, ROWS, dim=0).store(_term(rope, BITS, TERM).to(q_rope.dtype))
+    fence_async_shared()
+    return gl.convert_layout(power, offs_row.type.layout)
+
+
+@gluon.jit
+def _join_terms(products, MMA: gl.constexpr):
+    """[64, 2 ROWS] to [64, ROWS]: both terms of a row lie in one thread."""
+    ROWS: gl.constexpr = products.shape[1] // 2
+    high, low = gl.split(products.reshape([BLOCK_N, 2, ROWS]).permute([0, 2, 1]))
+    return gl.convert_layout(high + low * 0.0625, MMA, assert_trivial=True)
+
+
+@gluon.jit
+def _scale_of(scales, cell, OF_KEY: gl.constexpr):
+    return gl.expand_dims(scales.index(cell).load(OF_KEY), 1)
+
+
+@gluon.jit
+def _start_group(latent, q_latent, group: gl.constexpr, none):
+    """Products over one group of 128 columns."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    keys = view_tile(latent, latent.dtype, [4, BLOCK_N, 128], LAYOUT).index(group)
+    rows = view_tile(q_latent, latent.dtype, [4, q_latent.shape[0], 128], LAYOUT).index(group)
+    return warpgroup_mma(keys, rows.permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores(
+    keys, query, stage, zero, MMA: gl.constexpr, ROPE_DIM: gl.constexpr, NUM_GROUPS: gl.constexpr
+):
+    """Scores [64, ROWS] of a block, over the rows' powers of two, with token scales."""
+    latents, ropes, scales, _holes = keys
+    q_latent, q_rope = query[0].index(zero), query[1].index(zero)
+    NUM_TERMS: gl.constexpr = q_latent.shape[0]
+    K_DIM: gl.constexpr = 256 // q_rope.dtype.primitive_bitwidth
+    OF_LATENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM_TERMS, 32])
+    OF_ROPE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM_TERMS, K_DIM])
+    OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
+    latent, rope = latents.index(stage), ropes.index(stage)
+    none = gl.zeros([BLOCK_N, NUM_TERMS], gl.float32, OF_LATENT)
+    if NUM_GROUPS < 4:
+        products = warpgroup_mma(
+            latent, q_latent.permute((1, 0)), none, use_acc=False, is_async=True
+        )
+    if NUM_GROUPS == 0:
+        if ROPE_DIM > 0:
+            products = warpgroup_mma(rope, q_rope.permute((1, 0)), products, is_async=True)
+        return _join_terms(warpgroup_mma_wait(0, deps=(products,)), MMA)
+    else:
+        of_rope = warpgroup_mma(
+            rope, q_rope.permute((1, 0)), gl.zeros([BLOCK_N, NUM_TERMS], gl.float32, OF_ROPE),
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        if NUM_GROUPS == 1:
+            products, of_rope = warpgroup_mma_wait(0, deps=(products, of_rope))
+            scores = _join_terms(products, MMA) * _scale_of(scales, stage, OF_KEY)
+            return scores + _join_terms(of_rope, MMA)
+        else:
+            group0 = _start_group(latent, q_latent, 0, none)
+            group1 = _start_group(latent, q_latent, 1, none)
+            of_rope, group0 = warpgroup_mma_wait(1, deps=(of_rope, group0))
+            group2 = _start_group(latent, q_latent, 2, none)
+            scores = _join_terms(of_rope, MMA)
+            scores += _join_terms(group0, MMA) * _scale_of(scales, stage * 4, OF_KEY)
+            group1 = warpgroup_mma_wait(1, deps=(group1,))
+            group3 = _start_group(latent, q_latent, 3, none)
+            scores += _join_terms(group1, MMA) * _scale_of(scales, stage * 4 + 1, OF_KEY)
+            group2 = warpgroup_mma_wait(1, deps=(group2,))
+            scores += _join_terms(group2, MMA) * _scale_of(scales, stage * 4 + 2, OF_KEY)
+            group3 = warpgroup_mma_wait(0, deps=(group3,))
+            return scores + _join_terms(group3, MMA) * _scale_of(scales, stage * 4 + 3, OF_KEY)
+
+
+@gluon.jit
+def _largest_scale(scales, stage, LAYOUT: gl.constexpr, NUM_GROUPS: gl.constexpr):
+    """Of each key [64]."""
+    largest = scales.index(stage * NUM_GROUPS).load(LAYOUT)
+    for group in gl.static_range(1, NUM_GROUPS):
+        largest = gl.maximum(largest, scales.index(stage * NUM_GROUPS + group).load(LAYOUT))
+    return largest
+
+
+@gluon.jit
+def _group_units(units, scales, stage):
+    """Powers of two: the largest share yet that a group's scale has of its key's largest.
+
+    Each warp finds them all.
+    """
+    BY_WARP: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    largest = _largest_scale(scales, stage, BY_WARP, 4)
+    inverse = gl.where(largest > 0.0, 1.0 / gl.where(largest > 0.0, largest, 1.0), 0.0)
+    share0 = gl.max(scales.index(stage * 4).load(BY_WARP) * inverse, 0)
+    share1 = gl.max(scales.index(stage * 4 + 1).load(BY_WARP) * inverse, 0)
+    share2 = gl.max(scales.index(stage * 4 + 2).load(BY_WARP) * inverse, 0)
+    share3 = gl.max(scales.index(stage * 4 + 3).load(BY_WARP) * inverse, 0)
+    return (
+        gl.maximum(units[0], _power_below(share0)),
+        gl.maximum(units[1], _power_below(share1)),
+        gl.maximum(units[2], _power_below(share2)),
+        gl.maximum(units[3], _power_below(share3)),
+    )
+
+
+@gluon.jit
+def _without_units(acc, units):
+    return acc[0] * units[0], acc[1] * units[1], acc[2] * units[2], acc[3] * units[3]
+
+
+@gluon.jit
+def _values(pairs, MMA: gl.constexpr):
+    """V^T: 128 columns of 64 keys, as fp16 in the registers of wgmma's first operand.
+
+    ``pairs`` is a tile of e4m3 seen as pairs of columns [64, 64], which ldmatrix transposes. Row
+    b * 64 + w * 16 + half * 8 + g holds column 2 * (w * 16 + b * 8 + g) + half; ``_store_columns``
+    undoes it.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    even, odd = gl.inline_asm_elementwise(
+        """{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $2, $2, 0x3120;
+        mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",
+        "=r,=r,r",
+        [pairs.permute((1, 0)).load(OPERAND)],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    values = gl.join(even, odd).reshape([4, 2, 8, BLOCK_N, 2]).permute([1, 0, 4, 2, 3])
+    return gl.convert_layout(values.reshape([128, BLOCK_N]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _start_values(acc, rescale, pairs, tile, MMA: gl.constexpr):
+    return warpgroup_mma(_values(pairs, MMA), tile, acc * rescale, is_async=True)
+
+
+@gluon.jit
+def _add_values(acc, rescales, pairs, tiles, MMA: gl.constexpr):
+    """acc * rescale + V^T weights, 128 columns of the latent each.
+
+    The registers of an operand are free when its wgmma has been waited for: two are on their way.
+    """
+    acc0 = _start_values(acc[0], rescales[0], pairs.index(0), tiles[0], MMA)
+    acc1 = _start_values(acc[1], rescales[1], pairs.index(1), tiles[1], MMA)
+    if len(acc) == 2:
+        acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
+        return acc0, acc1
+    else:
+        acc0 = warpgroup_mma_wait(1, deps=(acc0,))
+        acc2 = _start_values(acc[2], rescales[2], pairs.index(2), tiles[2], MMA)
+        acc1 = warpgroup_mma_wait(1, deps=(acc1,))
+        acc3 = _start_values(acc[3], rescales[3], pairs.index(3), tiles[3], MMA)
+        acc2, acc3 = warpgroup_mma_wait(0, deps=(acc2, acc3))
+        return acc0, acc1, acc2, acc3
+
+
+@gluon.jit
+def _store_columns(acc, out_ptr, offs_row, mask_row, CHUNK: gl.constexpr):
+    """128 columns of the latent, in the order of ``_values``."""
+    row = gl.arange(0, 128, layout=gl.SliceLayout(1, acc.type.layout))
+    column = 2 * (((row >> 4) & 3) * 16 + (row >> 6) * 8 + (row & 7)) + ((row >> 3) & 1)
+    offs = gl.expand_dims(offs_row, 0) + gl.expand_dims(CHUNK * 128 + column, 1)
+    gl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(mask_row, 0))
+
+
+@gluon.jit
+def _attend(
+    q_ptr,
+    query,
+    keys,
+    weights_tiles,
+    exchange,
+    maxima_and_sums,
+    barriers,
+    results,
+    work,
+    scale_log2,
+    latent_scale,
+    rope_factor,
+    stride_q_token,
+    stride_q_head,
+    W: gl.constexpr,  # which of the two warpgroups
+    GANG: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    NUM_GROUPS: gl.constexpr,
+    LN_2: gl.constexpr,
+):
+    """Online softmax of each tile of query rows over every other block in the ring. Four warps.
+
+    Of a tile's blocks, the first, third, ... are warpgroup 0's. Both meet when both terms of the
+    query are there, and for each 128 columns when what they pass on is there and when it has been
+    read, which for the last is when the next query is there. So the meetings of a tile are an even
+    number, the first in phase 0, and neither writes what the other still reads: a query is written
+    after the scores of the last, which come before its exchange.
+    """
+    latents, _ropes, scales, holes = keys
+    full, empty, meeting = barriers
+    out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, slot_rows = results
+    bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads = work
+    STAGES: gl.constexpr = latents.type.shape[0]
+    LATENT_DIM: gl.constexpr = latents.type.shape[2]
+    ROWS: gl.constexpr = query[0].shape[1] // 2
+    HALF: gl.constexpr = LATENT_DIM // 256  # chunks of 128 columns that one warpgroup finishes
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, MMA)
+    OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
+    no_values = gl.zeros([128, ROWS], gl.float32, MMA)
+    part = part_bounds(bounds_ptr, GANG)
+    part_index = gl.program_id(0) // GANG
+    taken = 0  # blocks of the ring, by both
+    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+        start, num_tokens, cached, begin, stop = request_share(
+            offsets_ptr, cache_lengths_ptr, request, part
+        )
+        seq_len = cached + num_tokens
+        num_rows = num_tokens * num_heads
+        table_ptr = table_row(page_table_ptr, request, max_pages)
+        is_first = (request == part[0]) & (part[1] > 0)
+        is_piece = is_first | ((request == part[2]) & (part[3] > 0))
+        piece = 2 * part_index + (1 - is_first.to(gl.int32))
+        for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
+            row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
+            mask_row = row < num_rows
+            token = row // num_heads
+            offs_row = (start + token).to(gl.int64) * stride_q_token
+            offs_row += (row % num_heads).to(gl.int64) * stride_q_head
+            power = _load_query(q_ptr, query, offs_row, mask_row, rope_factor, ROPE_DIM, W)
+            mbarrier.arrive(meeting, count=1)
+            position = cached + token
+            column = position // PAGE_SIZE
+            own_page = gl.load(table_ptr + column, mask=mask_row & (column < max_pages), other=-1)
+            num_visible = gl.where(own_page >= 0, position + 1, 0)  # a padding token sees nothing
+            min_visible = gl.min(gl.where(mask_row, num_visible, seq_len), 0)
+            row_scale = power * scale_log2
+            mbarrier.wait(meeting, 0)
+
+            max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
+            weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
+            halves = (no_values, no_values)
+            acc = halves + halves if HALF == 2 else halves
+            if NUM_GROUPS == 4:
+                least = gl.to_tensor(_MIN_SCALE)
+                units = (least, least, least, least)
+            for index in range(W, stop - begin, 2):
+                stage = (taken + index) % STAGES
+                first_key = (begin + index) * BLOCK_N
+                mbarrier.wait(full.index(stage), ((taken + index) // STAGES) & 1)
+                # a constant address would be kept in registers, and moved for each wgmma
+                zero = (taken + index) >> 30
+                scores = _scores(keys, query, stage, zero, MMA, ROPE_DIM, NUM_GROUPS)
+                scores = scores * gl.expand_dims(row_scale, 0)
+                pairs = view_tile(latents.index(stage), gl.int16, [2 * HALF, BLOCK_N, 64], PAIRS)
+                hole_bits = scalar(holes.index(stage))
+                if (first_key + BLOCK_N > min_visible) | (hole_bits != 0):
+                    offs_n = gl.arange(0, BLOCK_N, layout=OF_KEY)
+                    is_key = are_keys(hole_bits, 0, offs_n, BOX)
+                    key = gl.where(is_key, first_key + offs_n, 2147483647)
+                    is_visible = gl.expand_dims(key, 1) < gl.expand_dims(num_visible, 0)
+                    scores = gl.where(is_visible, scores, -float("inf"))
+                if first_key + BLOCK_N > seq_len:
+                    for chunk in gl.static_range(2 * HALF):
+                        clear_rows(pairs.index(chunk), seq_len - first_key)
+                if NUM_GROUPS > 0:
+                    largest = _largest_scale(scales, stage, OF_KEY, NUM_GROUPS)
+                    log_scale = gl.log2(gl.maximum(largest, _MIN_SCALE))
+                    new_max = gl.max(scores + gl.expand_dims(log_scale, 1), 0)
+                else:
+                    new_max = gl.max(scores, 0)
+                new_max = gl.maximum(max_score, new_max)
+                shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+                weights = gl.exp2(scores - gl.expand_dims(shift, 0))
+                rescale = gl.expand_dims(gl.exp2(max_score - shift), 0)
+                weight_sums = weight_sums * rescale + weights
+                max_score = new_max
+                weights = weights * _GAIN
+                if NUM_GROUPS == 4:
+                    new_units = _group_units(units, scales, stage)
+                    for group in gl.static_range(4):
+                        scale = _scale_of(scales, stage * 4 + group, OF_KEY)
+                        scale = scale * _inverse_of(new_units[group])
+                        weights_tiles.index(zero + group).store((weights * scale).to(gl.float16))
+                    tiles = (
+                        weights_tiles.index(zero), weights_tiles.index(zero + 1),
+                        weights_tiles.index(zero + 2), weights_tiles.index(zero + 3),
+                    )  # fmt: skip
+                    rescales = (
+                        rescale * (units[0] * _inverse_of(new_units[0])),
+                        rescale * (units[1] * _inverse_of(new_units[1])),
+                        rescale * (units[2] * _inverse_of(new_units[2])),
+                        rescale * (units[3] * _inverse_of(new_units[3])),
+                    )
+                    units = new_units
+                else:
+                    if NUM_GROUPS == 1:
+                        weights *= _scale_of(scales, stage, OF_KEY)
+                    tile_of_all = weights_tiles.index(zero)
+                    tile_of_all.store(weights.to(gl.float16))
+                    tiles = (tile_of_all, tile_of_all, tile_of_all, tile_of_all)
+                    rescales = (rescale, rescale, rescale, rescale)
+                fence_async_shared()
+                acc = _add_values(acc, rescales, pairs, tiles, MMA)
+                mbarrier.arrive(empty.index(stage), count=1)
+            taken += stop - begin
+
+            if NUM_GROUPS == 4:
+                acc = _without_units(acc, units)
+            weight_sum = gl.sum(weight_sums, 0)
+            maxima_and_sums.index(2 * W).store(max_score)
+            maxima_and_sums.index(2 * W + 1).store(weight_sum)
+            exchange.index(W).store(acc[(1 - W) * HALF])
+            mbarrier.arrive(meeting, count=1)
+            mbarrier.wait(meeting, 1)
+            other_max = maxima_and_sums.index(2 - 2 * W).load(OF_ROW)
+            other_sum = maxima_and_sums.index(3 - 2 * W).load(OF_ROW)
+            new_max = gl.maximum(max_score, other_max)
+            shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+            own_factor = gl.exp2(max_score - shift)
+            other_factor = gl.exp2(other_max - shift)
+            weight_sum = weight_sum * own_factor + other_sum * other_factor
+            saw_none = weight_sum == 0.0
+            lse = new_max + gl.log2(gl.where(saw_none, 1.0, weight_sum))
+            inverse = latent_scale / _GAIN / gl.where(saw_none, 1.0, weight_sum)
+            inverse = gl.expand_dims(gl.where(saw_none, 0.0, inverse), 0)
+            own_factor = gl.expand_dims(own_factor, 0)
+            other_factor = gl.expand_dims(other_factor, 0)
+            piece_row = piece.to(gl.int64) * slot_rows + row
+            out_row = start.to(gl.int64) * num_heads + row
+            if W == 0:
+                if is_piece:
+                    gl.store(piece_lses_ptr + piece_row, lse, mask=mask_row)
+                else:
+                    gl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
+            for chunk in gl.static_range(HALF):
+                if chunk > 0:
+                    mbarrier.arrive(meeting, count=1)
+                    mbarrier.wait(meeting, 0)
+                    exchange.index(W).store(acc[(1 - W) * HALF + chunk])
+                    mbarrier.arrive(meeting, count=1)
+                    mbarrier.wait(meeting, 1)
+                other = exchange.index(1 - W).load(MMA)
+                merged = acc[W * HALF + chunk] * own_factor + other * other_factor
+                # saw none: 0 times what may be NaN
+                merged = gl.where(inverse == 0, 0.0, merged * inverse)
+                if is_piece:
+                    _store_columns(
+                        merged, pieces_ptr, piece_row * LATENT_DIM, mask_row, W * HALF + chunk
+                    )
+                else:
+                    _store_columns(
+                        merged, out_ptr, out_row * LATENT_DIM, mask_row, W * HALF + chunk
+                    )
+
+
+@gluon.jit(
+    do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages", "slot_rows"],
+    do_not_specialize_on_alignment=[*ANY_ALIGNMENT, "scales_ptr"],
+)
+def _mla_decode_few_fp8_kernel(
+    q_ptr,  # [T, H, L+R]
+    latent_desc,  # [slots, L] in boxes [min(page size, 64), L]
+    rope_desc,  # [slots, R] in boxes [min(page size, 64), 64]
+    scales_ptr,  # fp32 [slots, G], or None
+    layer_scales_ptr,  # fp32 [2], or None
+    out_ptr,  # [T, H, L]
+    lse_ptr,  # fp32 [T, H]
+    pieces_ptr,  # fp32 [2 * num_parts, slot_rows, L]
+    piece_lses_ptr,  # fp32 [2 * num_parts, slot_rows]
+    bounds_ptr,  # int32 [num_parts + 1, 2]
+    offsets_ptr,  # int32 [B+1]
+    cache_lengths_ptr,  # int32 [B]
+    page_table_ptr,  # int32 [B, max_pages]
+    scale_log2,
+    num_requests,
+    num_tokens,
+    num_heads,
+    max_pages,
+    slot_rows,
+    stride_q_token,
+    stride_q_head,
+    PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
+    LATENT_DIM: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    NUM_GROUPS: gl.constexpr,
+    STRIDE_SCALES: gl.constexpr,
+    GANG: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LN_2: gl.constexpr,
+):
+    E4M3: gl.constexpr = latent_desc.dtype
+    ROPE_TYPE: gl.constexpr = rope_desc.dtype
+    NUM_TILES: gl.constexpr = 4 if NUM_GROUPS == 4 else 1  # of weights, a warpgroup
+    NUM_SCALES: gl.constexpr = STAGES * max(NUM_GROUPS, 1)
+    latent_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, LATENT_DIM], E4M3)
+    rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], ROPE_TYPE)
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROWS], gl.float16)
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    exchange_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
+    latents = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, LATENT_DIM], latent_desc.layout)
+    ropes = gl.allocate_shared_memory(ROPE_TYPE, [STAGES, BLOCK_N, 64], rope_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [NUM_SCALES, BLOCK_N], one)
+    holes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
+    q_latent = gl.allocate_shared_memory(E4M3, [1, 2 * ROWS, LATENT_DIM], latent_layout)
+    q_rope = gl.allocate_shared_memory(ROPE_TYPE, [1, 2 * ROWS, 64], rope_layout)
+    tiles0 = gl.allocate_shared_memory(gl.float16, [NUM_TILES, BLOCK_N, ROWS], tile_layout)
+    tiles1 = gl.allocate_shared_memory(gl.float16, [NUM_TILES, BLOCK_N, ROWS], tile_layout)
+    exchange = gl.allocate_shared_memory(gl.float32, [2, 128, ROWS], exchange_layout)
+    maxima_and_sums = gl.allocate_shared_memory(gl.float32, [4, ROWS], one)
+    # each lane of the fetching warp arrives with its scales, and one with the bytes of the TMA
+    full = make_barriers(STAGES, 33 if NUM_GROUPS > 0 else 1)
+    empty = make_barriers(STAGES, 1)
+    meeting = make_barriers(1, 2).index(0)
+    fence_async_shared()
+    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
+    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
+    latent_scale = 1.0
+    rope_factor = 1.0
+    if layer_scales_ptr is not None:
+        latent_scale = gl.load(layer_scales_ptr)
+        rope_factor = gl.load(layer_scales_ptr + 1) / latent_scale
+        scale_log2 *= latent_scale
+    keys = (latents, ropes, scales, holes)
+    query = (q_latent, q_rope)
+    barriers = (full, empty, meeting)
+    results = (out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, slot_rows)
+    work = (bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads)
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    q_ptr, query, keys, tiles0, exchange, maxima_and_sums, barriers, results, work,
+                    scale_log2, latent_scale, rope_factor, stride_q_token, stride_q_head, 0, GANG,
+                    PAGE_SIZE, BOX, ROPE_DIM, NUM_GROUPS, LN_2,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    q_ptr, query, keys, tiles1, exchange, maxima_and_sums, barriers, results, work,
+                    scale_log2, latent_scale, rope_factor, stride_q_token, stride_q_head, 1, GANG,
+                    PAGE_SIZE, BOX, ROPE_DIM, NUM_GROUPS, LN_2,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    latent_desc, rope_desc, scales_ptr, keys, barriers, work, GANG, ROWS,
+                    PAGE_SIZE, ROPE_DIM, NUM_GROUPS, STRIDE_SCALES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def mla_decode_few_fp8(
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+) -> None:
+    """Fill the rows of requests that are not cut, the pieces of those that are, and padding.
+
+    Tiles are of 8 or 16 rows: more do not fit into registers. Pages are of 16, 32 or a multiple of
+    64 keys. Latents are of 256 or 512 columns and rope keys of at most 64; where tokens have
+    scales, of 512 and of 64.
+    """
+    grid, arguments, options = _call(q, pages, batch, softmax_scale, out, lse, schedule)
+    _mla_decode_few_fp8_kernel[grid](**arguments, **options)
+
+
+def _call(
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
+    """The launch's grid, arguments and options."""
+    fmt, work, scales = pages.format, schedule.work, pages.group_scales
+    latents = pages.latent.as_strided(
+        (pages.num_slots, fmt.kv_lora_rank), (pages.latent.stride(1), 1)
+    )
+    ropes = latents  # stands in for what there is none of
+    if fmt.rope_dim > 0:
+        ropes = pages.rope.as_strided((pages.num_slots, fmt.rope_dim), (pages.rope.stride(1), 1))
+    box = box_keys(pages.page_size)
+    arguments = {
+        **decode_fields(pages, batch, softmax_scale, out, lse, schedule),
+        "q_ptr": q,
+        "latent_desc": tile_descriptor(latents, (box, fmt.kv_lora_rank)),
+        "rope_desc": tile_descriptor(ropes, (box, 64)),
+        "scales_ptr": scales,
+        "layer_scales_ptr": pages.layer_scales,
+        "stride_q_token": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "NUM_GROUPS": fmt.num_groups,
+        "STRIDE_SCALES": 0 if scales is None else scales.stride(1),
+        "ROWS": work.tile_rows,
+        "STAGES": 4,
+    }
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return (work.num_parts * work.gang,), arguments, options
+
+
+def shipped_configs(capability: int) -> Iterator[KernelConfig]:
+    """Each format, q dtype, tile of rows, dims and page size."""
+    if capability != 90:
+        return
+    bf16, fp16 = torch.bfloat16, torch.float16
+    variants: list[tuple[FormatName, torch.dtype, int, int, int, int]] = [
+        ("fp8", bf16, 8, 512, 64, 64), ("fp8", bf16, 16, 512, 64, 64),
+        ("fp8", fp16, 16, 512, 64, 64), ("fp8", bf16, 16, 512, 64, 16),
+        ("fp8", bf16, 16, 512, 64, 256), ("fp8", bf16, 16, 256, 64, 64),
+        ("fp8", bf16, 16, 256, 32, 64), ("fp8", bf16, 16, 512, 0, 64),
+        ("fp8_token", bf16, 8, 512, 64, 64), ("fp8_token", bf16, 16, 512, 64, 64),
+        ("fp8_token", bf16, 16, 512, 64, 16), ("fp8_ds_mla", bf16, 8, 512, 64, 64),
+        ("fp8_ds_mla", bf16, 16, 512, 64, 64), ("fp8_ds_mla", fp16, 16, 512, 64, 64),
+        ("fp8_ds_mla", bf16, 16, 512, 64, 16),
+    ]  # fmt: skip
+    for name, q_dtype, rows, latent_dim, rope_dim, page_size in variants:
+        fmt = CacheFormat(name, latent_dim, rope_dim)
+        pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
+        q = torch.empty(1, rows, fmt.row_dim, dtype=q_dtype)
+        out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, rows)
+        batch = PagedBatch([0, 1], [0], [[0]])
+        schedule = make_schedule(batch, rows, 1, latent_dim, Work(132, 1, rows, 64))
+        _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
+        label = f"{name}-{q_dtype}-L{latent_dim}-R{rope_dim}-rows{rows}-page{page_size}"
+        label = label.replace("torch.", "")
+        yield config_of_call(_mla_decode_few_fp8_kernel, label, arguments, options)
