@@ -1,6 +1,6 @@
 """mla_decode on compute capability 9.0: which kernel, on what schedule.
 
-Both kernels follow a schedule that is made on the device, once a step, in the batch's own memory.
+The kernels follow a schedule that is made on the device, once a step, in the batch's own memory.
 """
 
 from typing import NamedTuple
@@ -65,20 +65,20 @@ class _Made(NamedTuple):
 
 
 def _schedule_of(batch: PagedBatch, pages: LayerPages, num_heads: int) -> Schedule:
-    """The batch's schedule for work like this, on this stream.
+    """The batch's schedule for this cache and number of heads, on this stream.
 
     The layer that it was made for makes it anew when it comes round again, which is the next step;
     so does a captured graph at each replay. Another layer's is used as it is.
     """
     stream = torch.cuda.current_stream(batch.device)
     is_capturing = torch.cuda.is_current_stream_capturing()
-    latent_dim = pages.format.kv_lora_rank
-    max_query_len = max(batch.max_query_len or 0, 1)  # known: the table of backends refuses
-    work = choose_work(num_heads, max_query_len, pages.format, gpu_of(batch.device))
-    key = (num_heads, latent_dim, work, stream.cuda_stream, is_capturing)
+    key = (pages.kind, num_heads, stream.cuda_stream, is_capturing)
     made = batch.workspaces.get(key)
     if made is None:
-        schedule = make_schedule(batch, num_heads, max_query_len, latent_dim, work)
+        fmt = pages.format
+        max_query_len = max(batch.max_query_len or 0, 1)  # known: the table of backends refuses
+        work = choose_work(num_heads, max_query_len, fmt, gpu_of(batch.device))
+        schedule = make_schedule(batch, num_heads, max_query_len, fmt.kv_lora_rank, work)
         batch.workspaces[key] = made = _Made(schedule, pages)
     if made.maker is pages:
         fill_schedule(made.schedule, batch, num_heads)

@@ -36,13 +36,18 @@ from kvkern.kernels.hopper.paging import (
     clear_rows,
     copy_rows,
     decode_fields,
-    hole_word,
+    find_boxes,
+    find_holes,
+    hole_words,
+    make_barriers,
     part_bounds,
     pass_on_copies,
+    piece_of,
     put,
     request_share,
-    scalar,
+    slot_of_box,
     table_row,
+    visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Schedule, Work, make_schedule
@@ -73,8 +78,7 @@ def _fetch(
 ):
     """Fill the ring with the blocks that ``_attend`` takes, in its order. One warp.
 
-    A block is fetched in boxes that lie in one page each; a page of -1 is outside the cache, where
-    the TMA finds zeros.
+    A block is fetched in boxes that lie in one page each.
     """
     STAGES: gl.constexpr = latents.type.shape[0]
     LATENT_DIM: gl.constexpr = latents.type.shape[2]
@@ -94,18 +98,15 @@ def _fetch(
         num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
         for _ in range(gl.program_id(0) % GANG, num_tiles, GANG):
             for block in range(begin, stop):
-                key = block * BLOCK_N + lanes * BOX
-                column = key // PAGE_SIZE
-                is_there = (lanes < NUM_BOXES) & (key < seq_len)
-                page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
-                holes_low = hole_word(is_there & (page < 0), lanes, 0)
-                first_slot = page * PAGE_SIZE + key % PAGE_SIZE
+                first_slot, holes_low = find_boxes(
+                    table_ptr, block, seq_len, max_pages, lanes, PAGE_SIZE, BOX
+                )
                 stage = fetched % STAGES
                 mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
                 put(holes.index(stage * 2), holes_low)
                 mbarrier.expect(full.index(stage), NUM_BYTES)
                 for box in gl.static_range(NUM_BOXES):
-                    slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
+                    slot = slot_of_box(first_slot, lanes, box)
                     load_tile(
                         latent_desc, [slot, 0], full.index(stage),
                         latents.index(stage).slice(box * BOX, BOX, dim=0),
@@ -146,8 +147,6 @@ def _gather(
     """
     STAGES: gl.constexpr = latents.type.shape[0]
     LATENT_DIM: gl.constexpr = latents.type.shape[2]
-    KEYS: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    offs_n = gl.arange(0, BLOCK_N, layout=KEYS)
     part = part_bounds(bounds_ptr, GANG)
     fetched = 0
     for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
@@ -160,14 +159,11 @@ def _gather(
         for _ in range(gl.program_id(0) % GANG, num_tiles, GANG):
             for block in range(begin, stop):
                 first_key = block * BLOCK_N
-                column = (first_key + offs_n) // PAGE_SIZE
-                is_there = first_key + offs_n < seq_len
-                page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
-                is_hole = is_there & (page < 0)
+                low, high = find_holes(table_ptr, block, seq_len, max_pages, PAGE_SIZE)
                 stage = fetched % STAGES
                 mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
-                put(holes.index(stage * 2), hole_word(is_hole, offs_n, 0))
-                put(holes.index(stage * 2 + 1), hole_word(is_hole, offs_n, 32))
+                put(holes.index(stage * 2), low)
+                put(holes.index(stage * 2 + 1), high)
                 copy_rows(
                     latents.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages, 0,
                     LATENT_DIM, PAGE_SIZE, ROW_DIM,
@@ -246,7 +242,6 @@ def _attend(
     no_scores = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)
     offs_l = gl.arange(0, LATENT_DIM, layout=OF_KEY)
     part = part_bounds(bounds_ptr, GANG)
-    part_index = gl.program_id(0) // GANG
     taken = 0
     for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
         start, num_tokens, cached, begin, stop = request_share(
@@ -255,9 +250,7 @@ def _attend(
         seq_len = cached + num_tokens
         num_rows = num_tokens * num_heads
         table_ptr = table_row(page_table_ptr, request, max_pages)
-        is_first = (request == part[0]) & (part[1] > 0)
-        is_last = (request == part[2]) & (part[3] > 0)
-        piece = 2 * part_index + (1 - is_first.to(gl.int32))
+        is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
             mask_row = row < num_rows
@@ -265,11 +258,9 @@ def _attend(
             offs_row = (start + token).to(gl.int64) * stride_q_token
             offs_row += (row % num_heads).to(gl.int64) * stride_q_head
             _load_query(q_ptr, q_latent, q_rope, offs_row, mask_row, ROPE_DIM)
-            position = cached + token
-            column = position // PAGE_SIZE
-            own_page = gl.load(table_ptr + column, mask=mask_row & (column < max_pages), other=-1)
-            num_visible = gl.where(own_page >= 0, position + 1, 0)  # a padding token sees nothing
-            min_visible = gl.min(gl.where(mask_row, num_visible, seq_len), 0)
+            num_visible, min_visible = visible_keys(
+                table_ptr, cached + token, mask_row, seq_len, max_pages, PAGE_SIZE
+            )
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
             weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
@@ -285,10 +276,7 @@ def _attend(
                     scores = warpgroup_mma(
                         ropes.index(stage), q_rope.permute((1, 0)), scores, is_async=True
                     )
-                holes_low = scalar(holes.index(stage * 2))
-                holes_high = 0
-                if BOX == 1:
-                    holes_high = scalar(holes.index(stage * 2 + 1))
+                holes_low, holes_high = hole_words(holes, stage, BOX)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 first_key = block * BLOCK_N
                 if (first_key + BLOCK_N > min_visible) | ((holes_low | holes_high) != 0):
@@ -321,7 +309,7 @@ def _attend(
             inverse = gl.where(saw_none, 0.0, 1.0 / gl.where(saw_none, 1.0, weight_sum))
             inverse = gl.expand_dims(inverse, 0)
             acc = gl.where(inverse == 0, 0.0, acc * inverse)  # saw none: 0 times what may be NaN
-            if is_first | is_last:
+            if is_piece:
                 piece_row = piece.to(gl.int64) * slot_rows + row
                 offs = gl.expand_dims(piece_row * LATENT_DIM, 0) + gl.expand_dims(offs_l, 1)
                 gl.store(pieces_ptr + offs, acc, mask=gl.expand_dims(mask_row, 0))
@@ -380,11 +368,8 @@ def _mla_decode_few_kernel(
     q_rope = gl.allocate_shared_memory(DTYPE, [ROWS, 64], rope_layout)
     weights_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, ROWS], weights_layout)
     holes = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], one)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, 1)
     fence_async_shared()
     first_padding = gl.load(offsets_ptr + num_requests) * num_heads
     clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)

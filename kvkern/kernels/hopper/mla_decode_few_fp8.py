@@ -47,10 +47,12 @@ from kvkern.kernels.hopper.paging import (
     hole_word,
     make_barriers,
     part_bounds,
+    piece_of,
     put,
     request_share,
     scalar,
     table_row,
+    visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Schedule, Work, make_schedule
@@ -409,7 +411,6 @@ def _attend(
     OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
     no_values = gl.zeros([128, ROWS], gl.float32, MMA)
     part = part_bounds(bounds_ptr, GANG)
-    part_index = gl.program_id(0) // GANG
     taken = 0  # blocks of the ring, by both
     for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
         start, num_tokens, cached, begin, stop = request_share(
@@ -418,9 +419,7 @@ def _attend(
         seq_len = cached + num_tokens
         num_rows = num_tokens * num_heads
         table_ptr = table_row(page_table_ptr, request, max_pages)
-        is_first = (request == part[0]) & (part[1] > 0)
-        is_piece = is_first | ((request == part[2]) & (part[3] > 0))
-        piece = 2 * part_index + (1 - is_first.to(gl.int32))
+        is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
             mask_row = row < num_rows
@@ -429,11 +428,9 @@ def _attend(
             offs_row += (row % num_heads).to(gl.int64) * stride_q_head
             power = _load_query(q_ptr, query, offs_row, mask_row, rope_factor, ROPE_DIM, W)
             mbarrier.arrive(meeting, count=1)
-            position = cached + token
-            column = position // PAGE_SIZE
-            own_page = gl.load(table_ptr + column, mask=mask_row & (column < max_pages), other=-1)
-            num_visible = gl.where(own_page >= 0, position + 1, 0)  # a padding token sees nothing
-            min_visible = gl.min(gl.where(mask_row, num_visible, seq_len), 0)
+            num_visible, min_visible = visible_keys(
+                table_ptr, cached + token, mask_row, seq_len, max_pages, PAGE_SIZE
+            )
             row_scale = power * scale_log2
             mbarrier.wait(meeting, 0)
 

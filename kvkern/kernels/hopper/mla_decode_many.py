@@ -37,17 +37,21 @@ from kvkern.kernels.hopper.paging import (
     clear_rows,
     copy_rows,
     decode_fields,
-    hole_word,
+    find_boxes,
+    find_holes,
     hole_words,
     make_barriers,
     mask_scores,
     part_bounds,
     pass_on_copies,
+    piece_of,
     put,
     request_share,
     scalar,
+    slot_of_box,
     store_half,
     table_row,
+    visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Schedule, Work, make_schedule
@@ -150,7 +154,6 @@ def _attend_left(
     NUM_GROUPS: gl.constexpr = 3 if ROPE_DIM > 0 else 2
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     part = part_bounds(bounds_ptr, GANG)
-    part_index = gl.program_id(0) // GANG
     done = 0  # blocks of the ring
     sent = 0  # weights and factors that were passed on
     tiles = 0  # of query rows, that had keys
@@ -161,9 +164,7 @@ def _attend_left(
         seq_len = cached + num_tokens
         num_rows = num_tokens * num_heads
         table_ptr = table_row(page_table_ptr, request, max_pages)
-        starts_inside = (request == part[0]) & (part[1] > 0)
-        is_piece = starts_inside | ((request == part[2]) & (part[3] > 0))
-        piece = 2 * part_index + (1 - starts_inside.to(gl.int32))
+        is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_SCORE)
             mask_row = row < num_rows
@@ -171,13 +172,9 @@ def _attend_left(
             weight_sum = gl.zeros([ROWS], gl.float32, OF_SCORE)
             acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
             if begin < stop:
-                position = cached + row // num_heads
-                column = position // PAGE_SIZE
-                own_page = gl.load(
-                    table_ptr + column, mask=mask_row & (column < max_pages), other=-1
+                num_visible, min_visible = visible_keys(
+                    table_ptr, cached + row // num_heads, mask_row, seq_len, max_pages, PAGE_SIZE
                 )
-                num_visible = gl.where(own_page >= 0, position + 1, 0)  # padding sees nothing
-                min_visible = gl.min(gl.where(mask_row, num_visible, seq_len), 0)
                 mbarrier.wait(q_full, tiles & 1)
                 scores = _start_scores(q, keys, full_left, full_right, done, no_scores, ROPE_DIM)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -292,7 +289,6 @@ def _attend_right(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     OF_ACC: gl.constexpr = gl.SliceLayout(1, ACC)
     part = part_bounds(bounds_ptr, GANG)
-    part_index = gl.program_id(0) // GANG
     done = 0
     received = 0
     for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
@@ -300,9 +296,7 @@ def _attend_right(
             offsets_ptr, cache_lengths_ptr, request, part
         )
         num_rows = num_tokens * num_heads
-        starts_inside = (request == part[0]) & (part[1] > 0)
-        is_piece = starts_inside | ((request == part[2]) & (part[3] > 0))
-        piece = 2 * part_index + (1 - starts_inside.to(gl.int32))
+        is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
             for _ in range(begin, stop):
@@ -402,12 +396,9 @@ def _fetch(
                 load_tile(q_rope_desc, [q_row, 2 * HALF], q_full, q_rope.index(0))
             tiles += 1
             for block in range(begin, stop):
-                key = block * BLOCK_N + lanes * BOX
-                column = key // PAGE_SIZE
-                is_there = (lanes < NUM_BOXES) & (key < seq_len)
-                page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
-                holes_low = hole_word(is_there & (page < 0), lanes, 0)
-                first_slot = page * PAGE_SIZE + key % PAGE_SIZE
+                first_slot, holes_low = find_boxes(
+                    table_ptr, block, seq_len, max_pages, lanes, PAGE_SIZE, BOX
+                )
                 stage = fetched & 1
                 is_ready = ((fetched >> 1) & 1) ^ 1
                 if NUM_BOXES == 1:
@@ -422,7 +413,7 @@ def _fetch(
                 put(holes.index(stage * 2), holes_low)
                 mbarrier.expect(full_left.index(stage), BLOCK_N * (HALF + ROPE_WIDTH) * 2)
                 for box in gl.static_range(NUM_BOXES):
-                    slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
+                    slot = slot_of_box(first_slot, lanes, box)
                     load_tile(
                         half_desc, [slot, 0], full_left.index(stage),
                         left.index(stage).slice(box * BOX, BOX, dim=0),
@@ -435,7 +426,7 @@ def _fetch(
                 mbarrier.wait(empty_right.index(stage), is_ready)
                 mbarrier.expect(full_right.index(stage), BLOCK_N * HALF * 2)
                 for box in gl.static_range(NUM_BOXES):
-                    slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
+                    slot = slot_of_box(first_slot, lanes, box)
                     load_tile(
                         half_desc, [slot, HALF], full_right.index(stage),
                         right.index(stage).slice(box * BOX, BOX, dim=0),
@@ -475,8 +466,6 @@ def _gather(
     q_full, q_empty, full_left, full_right, empty_left, empty_right = barriers
     HALF: gl.constexpr = left.type.shape[2]
     ROPE_WIDTH: gl.constexpr = 64 if ROPE_DIM > 0 else 0
-    KEYS: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    offs_n = gl.arange(0, BLOCK_N, layout=KEYS)
     part = part_bounds(bounds_ptr, GANG)
     fetched = 0
     tiles = 0
@@ -500,15 +489,12 @@ def _gather(
             tiles += 1
             for block in range(begin, stop):
                 first_key = block * BLOCK_N
-                column = (first_key + offs_n) // PAGE_SIZE
-                is_there = first_key + offs_n < seq_len
-                page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
-                is_hole = is_there & (page < 0)
+                low, high = find_holes(table_ptr, block, seq_len, max_pages, PAGE_SIZE)
                 stage = fetched & 1
                 is_ready = ((fetched >> 1) & 1) ^ 1
                 mbarrier.wait(empty_left.index(stage), is_ready)
-                put(holes.index(stage * 2), hole_word(is_hole, offs_n, 0))
-                put(holes.index(stage * 2 + 1), hole_word(is_hole, offs_n, 32))
+                put(holes.index(stage * 2), low)
+                put(holes.index(stage * 2 + 1), high)
                 copy_rows(
                     left.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages, 0, HALF,
                     PAGE_SIZE, ROW_DIM,

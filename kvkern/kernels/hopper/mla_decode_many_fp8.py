@@ -46,10 +46,13 @@ from kvkern.kernels.hopper.paging import (
     make_barriers,
     mask_scores,
     part_bounds,
+    piece_of,
     put,
     request_share,
+    slot_of_box,
     store_half,
     table_row,
+    visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Schedule, Work, make_schedule
@@ -136,7 +139,6 @@ def _attend_left(
     no_values = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
     latent_scale = gl.load(layer_scales_ptr)
     part = part_bounds(bounds_ptr, GANG)
-    part_index = gl.program_id(0) // GANG
     done = 0  # blocks of the ring
     sent = 0  # weights and factors that were passed on
     tiles = 0  # of query rows, that had keys
@@ -147,9 +149,7 @@ def _attend_left(
         seq_len = cached + num_tokens
         num_rows = num_tokens * num_heads
         table_ptr = table_row(page_table_ptr, request, max_pages)
-        starts_inside = (request == part[0]) & (part[1] > 0)
-        is_piece = starts_inside | ((request == part[2]) & (part[3] > 0))
-        piece = 2 * part_index + (1 - starts_inside.to(gl.int32))
+        is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             first_row = start.to(gl.int64) * num_heads + tile * ROWS
             num_left = num_rows - tile * ROWS
@@ -166,13 +166,9 @@ def _attend_left(
                     q_ptr, q, q_scales, layer_scales_ptr, first_row, num_left, done >> 30,
                     0, ROW_DIM, ROPE_DIM,
                 )  # fmt: skip
-                position = cached + row // num_heads
-                column = position // PAGE_SIZE
-                own_page = gl.load(
-                    table_ptr + column, mask=mask_row & (column < max_pages), other=-1
+                num_visible, min_visible = visible_keys(
+                    table_ptr, cached + row // num_heads, mask_row, seq_len, max_pages, PAGE_SIZE
                 )
-                num_visible = gl.where(own_page >= 0, position + 1, 0)  # padding sees nothing
-                min_visible = gl.min(gl.where(mask_row, num_visible, seq_len), 0)
                 mbarrier.wait(q_full, tiles & 1)
                 row_scale = q_scales.load(OF_SCORE) * (scale_log2 * latent_scale)
                 for block in range(begin, stop):
@@ -258,7 +254,6 @@ def _attend_right(
     OF_ACC: gl.constexpr = gl.SliceLayout(1, ACC)
     no_values = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
     part = part_bounds(bounds_ptr, GANG)
-    part_index = gl.program_id(0) // GANG
     done = 0
     received = 0
     for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
@@ -266,9 +261,7 @@ def _attend_right(
             offsets_ptr, cache_lengths_ptr, request, part
         )
         num_rows = num_tokens * num_heads
-        starts_inside = (request == part[0]) & (part[1] > 0)
-        is_piece = starts_inside | ((request == part[2]) & (part[3] > 0))
-        piece = 2 * part_index + (1 - starts_inside.to(gl.int32))
+        is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             first_row = start.to(gl.int64) * num_heads + tile * ROWS
             num_left = num_rows - tile * ROWS
@@ -351,7 +344,7 @@ def _fetch_block(
     put(holes.index(stage * 2), holes_low)
     mbarrier.expect(full, NUM_BYTES)
     for box in gl.static_range(BLOCK_N // BOX):
-        slot = gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
+        slot = slot_of_box(first_slot, lanes, box)
         load_tile(half_desc, [slot, 0], full, left.index(stage).slice(box * BOX, BOX, dim=0))
         load_tile(half_desc, [slot, HALF], full, right.index(stage).slice(box * BOX, BOX, dim=0))
         if ROPE_DIM > 0:

@@ -113,6 +113,56 @@ def table_row(page_table_ptr, request, max_pages):
 
 
 @gluon.jit
+def piece_of(part, request, GANG: gl.constexpr):
+    """Whether a part's blocks of a request are not all of it, and then the slot for its piece."""
+    starts_inside = (request == part[0]) & (part[1] > 0)
+    is_piece = starts_inside | ((request == part[2]) & (part[3] > 0))
+    return is_piece, 2 * (gl.program_id(0) // GANG) + (1 - starts_inside.to(gl.int32))
+
+
+@gluon.jit
+def visible_keys(table_ptr, position, mask_row, seq_len, max_pages, PAGE_SIZE: gl.constexpr):
+    """How many keys each row sees, and the fewest of a row that is there; padding sees none."""
+    column = position // PAGE_SIZE
+    own_page = gl.load(table_ptr + column, mask=mask_row & (column < max_pages), other=-1)
+    num_visible = gl.where(own_page >= 0, position + 1, 0)
+    return num_visible, gl.min(gl.where(mask_row, num_visible, seq_len), 0)
+
+
+@gluon.jit
+def find_boxes(
+    table_ptr, block, seq_len, max_pages, lanes, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr
+):
+    """First slot of each of a block's boxes, a lane each, and the word of its holes.
+
+    A page of -1 is outside the cache, where the TMA finds zeros.
+    """
+    key = block * BLOCK_N + lanes * BOX
+    column = key // PAGE_SIZE
+    is_there = (lanes < BLOCK_N // BOX) & (key < seq_len)
+    page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
+    return page * PAGE_SIZE + key % PAGE_SIZE, hole_word(is_there & (page < 0), lanes, 0)
+
+
+@gluon.jit
+def slot_of_box(first_slot, lanes, box):
+    return gl.max(gl.where(lanes == box, first_slot, -2147483648), 0)
+
+
+@gluon.jit
+def find_holes(table_ptr, block, seq_len, max_pages, PAGE_SIZE: gl.constexpr):
+    """Both words of a block's holes, a bit a key."""
+    KEYS: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    offs_n = gl.arange(0, BLOCK_N, layout=KEYS)
+    key = block * BLOCK_N + offs_n
+    column = key // PAGE_SIZE
+    is_there = key < seq_len
+    page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
+    is_hole = is_there & (page < 0)
+    return hole_word(is_hole, offs_n, 0), hole_word(is_hole, offs_n, 32)
+
+
+@gluon.jit
 def hole_word(is_hole, index, FIRST: gl.constexpr):
     """A bit for each of 32 boxes of a block that lies on a page of -1."""
     is_mine = is_hole & (index >= FIRST) & (index < FIRST + 32)
