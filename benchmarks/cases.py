@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvkern import (
     CacheFormat,
+    CacheView,
     PagedBatch,
     PagedKVCache,
     gather_kv,
@@ -238,10 +239,13 @@ class Implementation(NamedTuple):
     call: Callable[[], object]
     check: Callable[[], None] | None  # AssertionError if the result is wrong; None: not comparable
     note: str = ""
+    first: Callable[[], object] | None = None  # called before, untimed: once a step, for all layers
 
 
 class Step:
     """A case's cache and batch on a device; the same every time."""
+
+    num_layers = 1  # the last is timed
 
     def __init__(self, case: Case, device: torch.device | str) -> None:
         torch.manual_seed(0)
@@ -253,7 +257,7 @@ class Step:
         self.page_table[is_used] = torch.randperm(self.num_pages).numpy()
         self.batch = self.batch_of(range(case.num_requests))
         self.cache = self.new_cache()
-        self.view = self.cache.view(0, self.batch)
+        self.view = self.view_of(self.cache, self.batch)
         self.freqs = rope_freqs(int(case.seq_lens.max()), case.model.rope_dim, device=str(device))
         self.gamma = torch.rand(case.model.kv_lora_rank, device=device).add_(0.5).to(_DTYPE)
 
@@ -270,11 +274,15 @@ class Step:
         if fmt.layer_scaled:
             latent_scale, rope_scale = _REACH / fmt.latent_reach, _REACH / E4M3_MAX
         cache = PagedKVCache(
-            fmt, num_layers=1, num_pages=self.num_pages, page_size=self.case.page_size,
-            device=self.device, latent_scale=latent_scale, rope_scale=rope_scale,
+            fmt, num_layers=self.num_layers, num_pages=self.num_pages,
+            page_size=self.case.page_size, device=self.device, latent_scale=latent_scale,
+            rope_scale=rope_scale,
         )  # fmt: skip
         cache.buffer.fill_(POISON)
         return cache
+
+    def view_of(self, cache: PagedKVCache, batch: PagedBatch) -> CacheView:
+        return cache.view(self.num_layers - 1, batch)
 
     def batch_of(self, requests: Sequence[int], *, all_new: bool = False) -> PagedBatch:
         """Some of the requests; ``all_new``: as if none of their tokens were cached yet."""
@@ -287,7 +295,7 @@ class Step:
         """Store all tokens of all requests."""
         every = self.batch_of(range(self.case.num_requests), all_new=True)
         rows = self.rows(int(self.case.seq_lens.sum()))
-        write_kv(self.cache.view(0, every), rows, self.freqs, self.gamma)
+        write_kv(self.view_of(self.cache, every), rows, self.freqs, self.gamma)
 
     def sampled_requests(self) -> list[int]:
         """The first, one in the middle, the last; the shortest and the longest."""
@@ -330,8 +338,8 @@ class WriteStep(Step):
             call()
             cache, q_packed = self.new_cache(), self.new_q_packed()
             write_kv(
-                cache.view(0, self.batch), self.kv, self.freqs, self.gamma, q_rope=self.q_rope,
-                **self._query(q_packed), backend="reference",
+                self.view_of(cache, self.batch), self.kv, self.freqs, self.gamma,
+                q_rope=self.q_rope, **self._query(q_packed), backend="reference",
             )  # fmt: skip
             assert torch.equal(self.cache.buffer, cache.buffer), "stored bytes: not the reference's"
             assert torch.equal(*(q.view(torch.uint8) for q in (self.q_packed, q_packed))), (
@@ -355,7 +363,7 @@ class WriteStep(Step):
         exact_q = torch.empty_like(self.q_rope, dtype=torch.float64)
         exact_rows = torch.empty_like(self.kv, dtype=torch.float64)
         write_kv(
-            rounded.view(0, self.batch), self.kv.double(), self.freqs, self.gamma,
+            self.view_of(rounded, self.batch), self.kv.double(), self.freqs, self.gamma,
             q_rope=self.q_rope.double(), q_rope_out=exact_q, kv_out=exact_rows, backend="reference",
         )  # fmt: skip
         some = slice(None, None, max(1, self.case.num_tokens // 512))
@@ -365,13 +373,15 @@ class WriteStep(Step):
         assert_within_budget(got, exact_rows, want, eps_of=self.case.cache_format.latent_dtype)
 
     def _stored_rows(self, cache: PagedKVCache) -> Tensor:
-        view, start = cache.view(0, self.batch), self.case.cached_len
+        view, start = self.view_of(cache, self.batch), self.case.cached_len
         rows = gather_kv(view, start=start, dtype=torch.float32, backend="reference")
         return rows.flatten(0, 1)
 
 
 class DecodeStep(Step):
-    """``mla_decode`` on a full cache."""
+    """``mla_decode`` of the second layer, on a full cache: the first made the step's schedule."""
+
+    num_layers = 2
 
     def __init__(self, case: Case, device: torch.device | str) -> None:
         super().__init__(case, device)
@@ -379,15 +389,29 @@ class DecodeStep(Step):
         self.q = self.randn(case.num_tokens, case.model.num_heads, case.cache_format.row_dim)
 
     def kvkern(self) -> Implementation:
-        def call() -> tuple[Tensor, ...]:
-            return mla_decode(self.q, self.view, softmax_scale=self.case.model.softmax_scale)
+        return self.by("kvkern")
 
-        return Implementation("kvkern", call, lambda: self.check(call()))
+    def by(self, name: str, **options: str) -> Implementation:
+        """kvkern's op, with other options than the defaults."""
+        scale = self.case.model.softmax_scale
+
+        def call() -> tuple[Tensor, ...]:
+            return mla_decode(self.q, self.view, softmax_scale=scale, **options)
+
+        def first() -> None:
+            first_layer = self.cache.view(0, self.batch)
+            mla_decode(self.q, first_layer, softmax_scale=scale, **options)
+
+        def check() -> None:
+            first()
+            self.check(call())
+
+        return Implementation(name, call, check, first=first)
 
     def check(self, got: Iterable[Tensor], q: Tensor | None = None) -> None:
         """Compare ``out`` and, if given, ``lse`` on sampled requests; ``q``: another query."""
         requests = self.sampled_requests()
-        view = self.cache.view(0, self.batch_of(requests))
+        view = self.view_of(self.cache, self.batch_of(requests))
 
         def sample(packed: Tensor) -> Tensor:
             return packed.unflatten(0, (-1, self.case.query_len))[requests].flatten(0, 1)

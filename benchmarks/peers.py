@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
-from kvkern import explain, mla_decode
+from kvkern import explain
 from kvkern.layout import E4M3_MAX, MIN_GROUP_SCALE, CacheFormat
 from kvkern.reference.paging import place_tokens
 
@@ -37,6 +37,8 @@ def peers_of(step: Step) -> Iterator[Implementation | str]:
         try:
             peer = make(step)
             if peer is not None:
+                if peer.first is not None:
+                    peer.first()
                 peer.call()
                 if step.device.type == "cuda":
                     torch.cuda.synchronize()
@@ -130,7 +132,7 @@ def flashinfer_write(step: WriteStep) -> Implementation | None:
     from flashinfer.norm import rmsnorm
     from flashinfer.rope import rope_quantize_fp8_append_paged_kv_cache
 
-    case, rank, pages = step.case, step.case.model.kv_lora_rank, step.cache.layer(0)
+    case, rank, pages = step.case, step.case.model.kv_lora_rank, step.view.pages
     q_rope = step.q_rope.contiguous()
     q_nope = step.randn(case.num_tokens, case.model.num_heads, rank)
     latent, k_rope = (x.contiguous() for x in step.kv.tensor_split([rank], dim=-1))
@@ -141,7 +143,7 @@ def flashinfer_write(step: WriteStep) -> Implementation | None:
     requests = torch.arange(case.num_requests, dtype=torch.int32, device=step.device)
     requests = requests.repeat_interleave(case.query_len)
     indices, indptr = _page_indices(step), _page_indptr(step)
-    quant_scale = 1 / step.cache.host_scales[0][0]
+    quant_scale = 1 / step.cache.host_scales[-1][0]
 
     def call() -> object:
         rmsnorm(latent, step.gamma, 1e-6, out=normed)
@@ -171,12 +173,7 @@ def _named(step: DecodeStep, backend: str) -> Implementation | None:
     rows = explain("mla_decode", step.device, step.q.dtype)
     if next(name for name, reason in rows if reason is None) == backend:
         return None
-    scale = step.case.model.softmax_scale
-
-    def call() -> tuple[Tensor, ...]:
-        return mla_decode(step.q, step.view, softmax_scale=scale, backend=backend)
-
-    return Implementation(f"kvkern_{backend}", call, lambda: step.check(call()))
+    return step.by(f"kvkern_{backend}", backend=backend)
 
 
 def flash_mla(step: DecodeStep) -> Implementation | None:
@@ -251,7 +248,7 @@ def flash_mla_fp8(step: DecodeStep) -> Implementation | None:
     q8, table, lengths = step.q.to(_E4M3), _table(step), _seq_lens(step)
     q, pages = _by_request(q8, step), _joined_pages(step)
     descale_q = torch.ones(1, device=step.device)
-    descale_k = descale_q * step.cache.host_scales[0][0]
+    descale_k = descale_q * step.cache.host_scales[-1][0]
     schedule = ops.get_mla_decoding_metadata_dense_fp8(lengths, model.num_heads * case.query_len, 1)
 
     def call() -> Tensor:
@@ -335,7 +332,7 @@ def _by_request(packed: Tensor, step: Step) -> Tensor:
 
 def _joined_pages(step: DecodeStep) -> Tensor:
     """``[P, page_size, 1, L+R]``: latent and rope key lie side by side."""
-    return step.cache.storage[0].view(step.view.pages.latent.dtype)[:, :, None]
+    return step.cache.storage[-1].view(step.view.pages.latent.dtype)[:, :, None]
 
 
 def _joined_qkv(step: PrefillStep) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,7 +51,7 @@ def gpu_clock(implementations: Sequence[Implementation]) -> list[Measured]:
         calls[implementation.name] = implementation.call
         clocks.append("cuda-eager")
         try:
-            calls[implementation.name] = capture(implementation.call)
+            calls[implementation.name] = capture(implementation.call, implementation.first)
             clocks[-1] = "cuda-graph"
         except RuntimeError:
             if implementation.name == "kvkern":

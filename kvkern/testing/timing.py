@@ -82,11 +82,20 @@ def host_us(fn: Call, *, repeats: int = 30) -> Timing:
     return _summary(samples)
 
 
-def capture(fn: Call) -> Call:
-    """A CUDA graph of one ``fn()`` as a call that replays it; it keeps ``fn``'s tensors alive."""
+def capture(fn: Call, first: Call | None = None) -> Call:
+    """A CUDA graph of one ``fn()`` as a call that replays it; it keeps ``fn``'s tensors alive.
+
+    ``first``, if given, is captured before, on the same stream in a graph of its own, and replayed.
+    """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # restores the stream even where capturing fails
+        if first is not None:
+            _warm_up(first)
+            first_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(first_graph, stream=stream):
+                first()
+            first_graph.replay()
         _warm_up(fn)
         with torch.cuda.graph(graph, stream=stream):
             fn()
