@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -391,7 +391,7 @@ class DecodeStep(Step):
     def kvkern(self) -> Implementation:
         return self.by("kvkern")
 
-    def by(self, name: str, **options: str) -> Implementation:
+    def by(self, name: str, **options: Any) -> Implementation:
         """kvkern's op, with other options than the defaults."""
         scale = self.case.model.softmax_scale
 

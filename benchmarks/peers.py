@@ -167,6 +167,20 @@ def kvkern_triton(step: DecodeStep) -> Implementation | None:
     return _named(step, "triton")
 
 
+def kvkern_invariant(step: DecodeStep) -> Implementation | None:
+    """Keys cut at fixed positions: what a token's bits not depending on its batch costs."""
+    if step.device.type != "cuda":
+        return None
+    return step.by("kvkern_invariant", deterministic="batch_invariant")
+
+
+def kvkern_fast(step: DecodeStep) -> Implementation | None:
+    """Sums over keys within fp8 tensor cores, as other libraries' fp8 kernels have them."""
+    if step.device.type != "cuda" or step.case.format != "fp8":
+        return None
+    return step.by("kvkern_fast", use_fast_accum=True)
+
+
 def _named(step: DecodeStep, backend: str) -> Implementation | None:
     if step.device.type != "cuda":
         return None
@@ -365,6 +379,15 @@ def _page_indptr(step: Step) -> Tensor:
 
 _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {
     "write_kv": (separate_launches, flashinfer_write),
-    "mla_decode": (kvkern_hopper, kvkern_triton, flash_mla, flashinfer_mla, fa3_mla, flash_mla_fp8),
+    "mla_decode": (
+        kvkern_hopper,
+        kvkern_triton,
+        kvkern_invariant,
+        kvkern_fast,
+        flash_mla,
+        flashinfer_mla,
+        fa3_mla,
+        flash_mla_fp8,
+    ),
     "mla_prefill": (fa3_prefill, cudnn_prefill),
 }

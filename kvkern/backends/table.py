@@ -144,12 +144,11 @@ def _row(module: str, function: str) -> tuple[Backend, ...]:
 TABLE: dict[str, tuple[Backend, ...]] = {
     "write_kv": _row("write_kv", "write_kv"),
     "mla_decode": (
-        # by name only until it is measured on a card
         Backend(
             "hopper",
             "kvkern.kernels.hopper.mla_decode:mla_decode",
             _hopper_refuses,
-            (),
+            ("cuda",),
             _hopper_refuses_call,
         ),
         *_row("mla_decode", "mla_decode"),

@@ -15,8 +15,8 @@ import triton
 class Launch:
     """One compiled variant with its grid, and all of its arguments that do not vary.
 
-    The kernel's parameters are ``addresses``, ``counts`` (which must not be specialised on) and
-    the fixed rest, in this order. Triton's launch hooks are not called.
+    The kernel's parameters are ``addresses`` (or descriptors of a TMA), ``counts`` (which must not
+    be specialised on) and the fixed rest, in this order. Triton's launch hooks are not called.
     """
 
     def __init__(
@@ -35,13 +35,19 @@ class Launch:
         self._kernel = (compiled.function, compiled.packed_metadata, None, None, None)
         self._fixed = tuple(fixed)
 
-    def __call__(self, addresses: Sequence[int | None], counts: Sequence[int]) -> None:
+    def __call__(self, addresses: Sequence[Any], counts: Sequence[int]) -> None:
         """Launch on the current stream of the variant's card."""
         if self._current_device() != self._device:  # Triton launches where the host stands
             with torch.cuda.device(self._device):
                 return self(addresses, counts)
         stream = self._current_stream(self._device)
         self._run(*self._grid, stream, *self._kernel, *addresses, *counts, *self._fixed)
+
+
+def current_stream(device: int) -> int:
+    """Of a card, by its index."""
+    stream: int = triton.runtime.driver.active.get_current_stream(device)
+    return stream
 
 
 def launch(

@@ -268,6 +268,7 @@ def mla_decode(
     softmax_scale: float,
     num_splits: int | None,
     is_batch_invariant: bool,
+    use_fast_accum: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:

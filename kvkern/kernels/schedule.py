@@ -1,30 +1,34 @@
-"""schedule: part p takes shares [p, p + 1) / parts of sum_b passes_b * (blocks_b + OVERHEAD).
+"""schedule: part p takes what lies between two bounds (request, block), and all parts cost alike.
 
-Decode kernels run one program a part (or a gang of programs, one a tile of 64 rows), about one an
-SM, and a part walks over as many requests as its share holds: no SM waits for another's tail. What
-a part takes is between two bounds, ``(request, block)``: from its own to the next part's. A request
-with a bound inside is cut; its pieces are written to the workspace and merged.
+Decode kernels run one program a part (or a gang of programs, one a tile of rows), about one an SM,
+and a part walks over as many requests as lie between its own bound and the next part's: no SM waits
+for another's tail. A request with a bound inside is cut; its pieces are written to the workspace
+and merged. To start another request, or a piece, costs as much as OVERHEAD blocks of keys. So of
+three ways the one is taken whose costliest part is cheapest: each request cut evenly into parts of
+its own, whole requests only, or cuts anywhere, at equal shares of passes_b * (blocks_b + OVERHEAD).
 
 A bound only says where to cut. Lengths, and so what there is to do, are read when the work is done:
 a schedule made for other lengths of the same requests costs balance, never a key. It is made by a
 kernel, so that a replayed graph makes its own, once a step, for all layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.device import Gpu, gpu_of
+from kvkern.kernels.launch import Launch, launch
 from kvkern.kernels.numerics import LN_2, round_to
 from kvkern.kernels.paging import power_of_two
 
 _BLOCK_B = 1024  # requests looked at together
-_OVERHEAD = 3  # what starting and finishing a request costs, in blocks of keys
 
 
 class Work(NamedTuple):
@@ -34,6 +38,7 @@ class Work(NamedTuple):
     gang: int  # programs a part: row tiles that share a read of the keys
     tile_rows: int  # rows (tokens x heads) of a program
     block_n: int  # keys a block
+    overhead: int = 3  # what starting and finishing a request costs, in blocks of keys
 
 
 class Schedule(NamedTuple):
@@ -45,10 +50,15 @@ class Schedule(NamedTuple):
 
     work: Work
     bounds: Tensor  # int32 [num_parts + 1, 2]: request and block; (0, 0) first, (B, 0) last
-    cuts: Tensor  # int32 [num_cuts]: the first part with a bound inside each cut request, then -1
+    cuts: Tensor  # int32 [num_cuts, 2]: first and last part with a bound inside a request; then -1
     ends: Tensor  # int64 [B], scratch
     outs: Tensor  # [2 * num_parts, rows, L], normalised
     lses: Tensor  # fp32 [2 * num_parts, rows], base 2
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the tensors, in the order above."""
+        return tuple(tensor.data_ptr() for tensor in self[1:])
 
 
 @triton.jit
@@ -71,6 +81,37 @@ def _costs(
     return passes, tl.where(passes > 0, tl.cdiv(cached + num_tokens, BLOCK_N), 0)
 
 
+@triton.jit
+def _find(ends_ptr, target, num_requests, first_stride):
+    """The request that a target lies in, as many as end no later come before it; and its begin."""
+    owner = (target * 0).to(tl.int32)
+    stride = first_stride
+    while stride > 0:
+        probe = owner + stride
+        end = tl.load(ends_ptr + probe - 1, mask=probe <= num_requests, other=2**62)
+        owner = tl.where(end <= target, probe, owner)
+        stride = stride // 2
+    return owner, tl.load(ends_ptr + owner - 1, mask=owner > 0, other=0)
+
+
+@triton.jit
+def _whole(ends_ptr, target, num_requests, first_stride):
+    """The request that begins nearest to a target, and where that is."""
+    owner, begin = _find(ends_ptr, target, num_requests, first_stride)
+    end = tl.load(ends_ptr + owner, mask=owner < num_requests, other=2**62)
+    is_past = end - target < target - begin
+    return owner + is_past.to(tl.int32), tl.where(is_past, end, begin)
+
+
+@triton.jit
+def _parts_of(passes, blocks, most, num_parts, OVERHEAD: tl.constexpr):
+    """How many parts a request needs if none may cost more than ``most``; 0 if it is empty."""
+    room = most - passes * OVERHEAD
+    parts = tl.cdiv(passes * blocks, tl.maximum(room, 1))
+    parts = tl.where(room < passes, num_parts + 1, tl.minimum(tl.maximum(parts, 1), num_parts + 1))
+    return tl.where(passes > 0, parts, 0)
+
+
 @triton.jit(
     do_not_specialize=["num_requests", "num_heads", "num_parts", "num_cuts", "first_stride"],
     do_not_specialize_on_alignment=["offsets_ptr", "cache_lengths_ptr"],
@@ -79,7 +120,7 @@ def _schedule_kernel(
     offsets_ptr,  # int32 [B+1]
     cache_lengths_ptr,  # int32 [B]
     bounds_ptr,  # int32 [num_parts + 1, 2]
-    cuts_ptr,  # int32 [num_cuts]
+    cuts_ptr,  # int32 [num_cuts, 2]
     ends_ptr,  # int64 [B], scratch
     num_requests,
     num_heads,
@@ -102,30 +143,78 @@ def _schedule_kernel(
         tl.store(ends_ptr + request, total + tl.cumsum(costs, axis=0), mask=request < num_requests)
         total += tl.sum(costs, axis=0)
     tl.debug_barrier()  # the program reads what it wrote
-
-    # the request that each share of the total ends in: as many as end no later come before it
     part = tl.arange(0, BLOCK_P)
-    target = part * total // num_parts
-    owner = tl.zeros([BLOCK_P], tl.int32)
-    stride = first_stride
-    while stride > 0:
-        probe = owner + stride
-        end = tl.load(ends_ptr + probe - 1, mask=probe <= num_requests, other=2**62)
-        owner = tl.where(end <= target, probe, owner)
-        stride = stride // 2
-    begin = tl.load(ends_ptr + owner - 1, mask=owner > 0, other=0)
+    share = tl.cdiv(total, num_parts)
+    # what the costliest part would cost, each way: anywhere, with a second start and a merge
+    load_anywhere = share + 2 * OVERHEAD
 
-    # a bound within a 24th of a share of the request's begin or end is moved there: a cut costs a
-    # second start and a merge
-    passes, blocks = _costs(
-        offsets_ptr, cache_lengths_ptr, owner, num_requests, num_heads, GANG_ROWS, BLOCK_N
-    )
-    passes = tl.maximum(passes, 1)
-    slack = tl.maximum((total // (24 * num_parts)).to(tl.int32) // passes, 1)
-    block = ((target - begin) // passes).to(tl.int32)
-    is_past = block + slack > blocks
-    owner += (is_past & (owner < num_requests)).to(tl.int32)
-    block = tl.where(is_past | (block < slack), 0, block)
+    load_own = 0 * total + 2**62
+    most = 0 * num_requests
+    if num_requests <= num_parts:
+        candidate = share.to(tl.int32) + tl.arange(0, 64) * tl.maximum(share // 64, 1).to(tl.int32)
+        needed = tl.zeros([64], tl.int32)
+        for first in range(0, num_requests, 64):
+            passes, blocks = _costs(
+                offsets_ptr, cache_lengths_ptr, first + tl.arange(0, 64), num_requests, num_heads,
+                GANG_ROWS, BLOCK_N,
+            )  # fmt: skip
+            needed += tl.sum(
+                _parts_of(
+                    passes[None, :], blocks[None, :], candidate[:, None], num_parts, OVERHEAD
+                ),
+                axis=1,
+            )
+        most = tl.min(tl.where(needed <= num_parts, candidate, 2**30), axis=0)
+        if most < 2**30:
+            own = tl.arange(0, BLOCK_P)
+            passes, blocks = _costs(
+                offsets_ptr, cache_lengths_ptr, own, num_requests, num_heads, GANG_ROWS, BLOCK_N
+            )
+            parts = _parts_of(passes, blocks, most, num_parts, OVERHEAD)
+            costs = passes * (tl.cdiv(blocks, tl.maximum(parts, 1)) + OVERHEAD)
+            load_own = tl.max(costs, axis=0).to(tl.int64)
+            load_own += tl.where(tl.max(parts, axis=0) > 1, OVERHEAD, 0)
+    is_own = load_own <= load_anywhere
+
+    # as many requests to each part, if they were equal
+    num_whole = tl.cdiv(num_requests, tl.maximum(tl.cdiv(num_requests, num_parts), 1))
+    num_whole = tl.maximum(num_whole, 1)
+    whole, whole_begin = _whole(ends_ptr, part * total // num_whole, num_requests, first_stride)
+    _, whole_end = _whole(ends_ptr, (part + 1) * total // num_whole, num_requests, first_stride)
+    load_whole = tl.max(tl.where(part < num_whole, whole_end - whole_begin, 0), axis=0)
+    is_whole = (load_whole <= load_anywhere) & (load_whole < load_own)
+
+    if is_whole:
+        owner = tl.where(part < num_whole, whole, num_requests)
+        block = part * 0
+    elif is_own:
+        own = tl.arange(0, BLOCK_P)
+        passes, blocks = _costs(
+            offsets_ptr, cache_lengths_ptr, own, num_requests, num_heads, GANG_ROWS, BLOCK_N
+        )
+        ends = tl.cumsum(_parts_of(passes, blocks, most, num_parts, OVERHEAD), axis=0)
+        tl.debug_barrier()
+        tl.store(ends_ptr + own, ends.to(tl.int64), mask=own < num_requests)
+        tl.debug_barrier()
+        owner, begin = _find(ends_ptr, part.to(tl.int64), num_requests, first_stride)
+        passes, blocks = _costs(
+            offsets_ptr, cache_lengths_ptr, owner, num_requests, num_heads, GANG_ROWS, BLOCK_N
+        )
+        parts = _parts_of(passes, blocks, most, num_parts, OVERHEAD)
+        block = (part - begin.to(tl.int32)) * blocks // tl.maximum(parts, 1)
+    else:
+        target = part * total // num_parts
+        owner, begin = _find(ends_ptr, target, num_requests, first_stride)
+        # a bound within a 24th of a share of the request's begin or end is moved there
+        passes, blocks = _costs(
+            offsets_ptr, cache_lengths_ptr, owner, num_requests, num_heads, GANG_ROWS, BLOCK_N
+        )
+        passes = tl.maximum(passes, 1)
+        slack = tl.maximum((total // (24 * num_parts)).to(tl.int32) // passes, 1)
+        block = ((target - begin) // passes).to(tl.int32)
+        is_past = block + slack > blocks
+        owner += (is_past & (owner < num_requests)).to(tl.int32)
+        block = tl.where(is_past | (block < slack), 0, block)
     # what comes before the first request with work, or after the last, may have work at a replay
     owner = tl.where(part == 0, 0, tl.where(part >= num_parts, num_requests, owner))
     block = tl.where((part == 0) | (part >= num_parts), 0, block)
@@ -133,40 +222,23 @@ def _schedule_kernel(
     tl.store(bounds_ptr + 2 * part, owner, mask=mask)
     tl.store(bounds_ptr + 2 * part + 1, block, mask=mask)
 
-    tl.store(cuts_ptr + part, tl.full([BLOCK_P], -1, tl.int32), mask=part < num_cuts)
+    tl.store(cuts_ptr + 2 * part, tl.full([BLOCK_P], -1, tl.int32), mask=part < num_cuts)
+    tl.store(cuts_ptr + 2 * part + 1, tl.full([BLOCK_P], -1, tl.int32), mask=part < num_cuts)
     tl.debug_barrier()
-    has_previous = mask & (part > 0)
-    previous_owner = tl.load(bounds_ptr + 2 * part - 2, mask=has_previous, other=-1)
-    previous_block = tl.load(bounds_ptr + 2 * part - 1, mask=has_previous, other=0)
-    is_first = (block > 0) & ((previous_owner != owner) | (previous_block == 0))
+    previous_owner = tl.load(bounds_ptr + 2 * part - 2, mask=mask & (part > 0), other=-1)
+    previous_block = tl.load(bounds_ptr + 2 * part - 1, mask=mask & (part > 0), other=0)
+    next_owner = tl.load(bounds_ptr + 2 * part + 2, mask=part < num_parts, other=-1)
+    next_block = tl.load(bounds_ptr + 2 * part + 3, mask=part < num_parts, other=0)
+    is_inside = mask & (block > 0)
+    is_first = is_inside & ((previous_owner != owner) | (previous_block == 0))
+    is_last = is_inside & ((next_owner != owner) | (next_block == 0))
     index = tl.cumsum(is_first.to(tl.int32), axis=0) - 1
-    tl.store(cuts_ptr + index, part, mask=is_first & (index < num_cuts))
-
-
-@triton.jit
-def _load_pieces(lses_ptr, bounds_ptr, part, first, request, num_parts, slot_rows, row):
-    """Rows of the workspace, and base-2 lse, of what parts wrote for ``request``; -inf: nothing.
-
-    ``first`` is the first part whose own bound is inside the request; the part before it wrote the
-    request's first piece.
-    """
-    mask = (part >= first - 1) & (part < num_parts)
-    owner = tl.load(bounds_ptr + 2 * part, mask=mask, other=-1)
-    block = tl.load(bounds_ptr + 2 * part + 1, mask=mask, other=0)
-    next_owner = tl.load(bounds_ptr + 2 * part + 2, mask=mask, other=-1)
-    next_block = tl.load(bounds_ptr + 2 * part + 3, mask=mask, other=0)
-    # a part between equal bounds has nothing to do, and writes nothing
-    has_work = (next_owner != owner) | (next_block != block)
-    is_later = (part >= first) & (owner == request) & (block > 0) & has_work
-    is_first = part == first - 1
-    slot = 2 * part + is_first.to(tl.int32)
-    piece_row = slot.to(tl.int64) * slot_rows + row
-    lse = tl.load(lses_ptr + piece_row, mask=is_first | is_later, other=-float("inf"))
-    return piece_row, lse
+    tl.store(cuts_ptr + 2 * index, part, mask=is_first & (index < num_cuts))
+    tl.store(cuts_ptr + 2 * index + 1, part, mask=is_last & (index < num_cuts))
 
 
 @triton.jit(
-    do_not_specialize=["num_heads", "num_parts", "slot_rows"],
+    do_not_specialize=["num_heads", "num_cuts", "slot_rows"],
     do_not_specialize_on_alignment=["offsets_ptr"],
 )
 def _merge_cuts_kernel(
@@ -178,50 +250,107 @@ def _merge_cuts_kernel(
     out_ptr,  # [T, H, L]
     lse_ptr,  # fp32 [T, H]
     num_heads,
-    num_parts,
+    num_cuts,
     slot_rows,
     LATENT_DIM: tl.constexpr,
     LN_2: tl.constexpr,
-    BLOCK_C: tl.constexpr,  # columns a program
     BLOCK_S: tl.constexpr,  # pieces read together
-    BLOCK_P: tl.constexpr,  # > num_parts
+    BLOCK_R: tl.constexpr,  # rows and columns of a step
+    BLOCK_C: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # whether it may start while pieces are still being written
 ):
-    """Program (columns, row, cut): out = sum 2^(lse_s - lse) out_s over a request's pieces."""
-    row = tl.program_id(1)
-    first = tl.load(cuts_ptr + tl.program_id(2))
-    if first < 0:
-        return
-    request = tl.load(bounds_ptr + 2 * first)
-    start = tl.load(offsets_ptr + request)
-    if row >= (tl.load(offsets_ptr + request + 1) - start) * num_heads:
-        return
-    part = tl.arange(0, BLOCK_P)
-    _, lse = _load_pieces(lses_ptr, bounds_ptr, part, first, request, num_parts, slot_rows, row)
-    max_lse = tl.max(lse, axis=0)
-    last = tl.max(tl.where(lse == -float("inf"), -1, part), axis=0)
-    shift = tl.where(max_lse == -float("inf"), 0.0, max_lse)
-    weight_sum = tl.sum(tl.exp2(lse - shift), axis=0)
-    weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)  # then max_lse is -inf
+    """out = sum 2^(lse_s - lse) out_s over a request's pieces; steps of a program lie far apart."""
+    NUM_CHUNKS: tl.constexpr = (LATENT_DIM + BLOCK_C - 1) // BLOCK_C
+    steps_per_cut = tl.cdiv(slot_rows, BLOCK_R) * NUM_CHUNKS
+    step = tl.program_id(0)
+    first, last, start, end = _load_cut(
+        cuts_ptr, bounds_ptr, offsets_ptr, step // steps_per_cut, num_cuts
+    )
+    if IS_EARLY:
+        gdc_wait()
+    while first >= 0:  # -1: that was the last
+        chunk = step % NUM_CHUNKS
+        first_row = step % steps_per_cut // NUM_CHUNKS * BLOCK_R
+        num_rows = (end - start) * num_heads
+        if first_row < num_rows:
+            row = first_row + tl.arange(0, BLOCK_R)
+            offs_l = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
+            mask_row = row < num_rows
+            mask = mask_row[:, None] & (offs_l < LATENT_DIM)[None, :]
+            out, lse = _merge_pieces(
+                outs_ptr, lses_ptr, bounds_ptr, first, last, slot_rows, row, offs_l, mask_row,
+                mask, LATENT_DIM, BLOCK_S,
+            )  # fmt: skip
+            out_row = start.to(tl.int64) * num_heads + row
+            out = round_to(out, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] * LATENT_DIM + offs_l[None, :], out, mask=mask)
+            if chunk == 0:
+                tl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
+        step += tl.num_programs(0)
+        first, last, start, end = _load_cut(
+            cuts_ptr, bounds_ptr, offsets_ptr, step // steps_per_cut, num_cuts
+        )
 
-    offs_l = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_l = offs_l < LATENT_DIM
-    acc = tl.zeros([BLOCK_C], tl.float32)
+
+@triton.jit
+def _load_cut(cuts_ptr, bounds_ptr, offsets_ptr, cut, num_cuts):
+    """First and last part with a bound inside a request, and where its tokens begin and end."""
+    first = tl.load(cuts_ptr + 2 * cut, mask=cut < num_cuts, other=-1)
+    last = tl.load(cuts_ptr + 2 * cut + 1, mask=cut < num_cuts, other=-1)
+    request = tl.load(bounds_ptr + 2 * first, mask=first >= 0, other=0)
+    start = tl.load(offsets_ptr + request, mask=first >= 0, other=0)
+    return first, last, start, tl.load(offsets_ptr + request + 1, mask=first >= 0, other=0)
+
+
+@triton.jit
+def _merge_pieces(
+    outs_ptr,
+    lses_ptr,
+    bounds_ptr,
+    first,
+    last,
+    slot_rows,
+    row,  # [R]
+    offs_l,  # [C]
+    mask_row,
+    mask,  # [R, C]
+    LATENT_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Rows of a request that the bounds of parts ``first`` to ``last`` cut: out, and base-2 lse."""
+    max_lse = tl.full([row.shape[0]], -float("inf"), tl.float32)
+    weight_sum = tl.zeros([row.shape[0]], tl.float32)
+    acc = tl.zeros([row.shape[0], offs_l.shape[0]], tl.float32)
+    # the part before the first with a bound inside the request wrote its first piece
     for begin in range(first - 1, last + 1, BLOCK_S):
-        piece_row, piece_lse = _load_pieces(
-            lses_ptr, bounds_ptr, begin + tl.arange(0, BLOCK_S), first, request, num_parts,
-            slot_rows, row,
-        )  # fmt: skip
-        weight = tl.exp2(piece_lse - shift)
+        part = begin + tl.arange(0, BLOCK_S)
+        is_there = part <= last
+        slot = 2 * part + (part == first - 1).to(tl.int32)
+        piece_row = slot.to(tl.int64)[:, None] * slot_rows + row[None, :]
+        lse = tl.load(
+            lses_ptr + piece_row, mask=is_there[:, None] & mask_row[None, :], other=-float("inf")
+        )
+        offs = piece_row[:, :, None] * LATENT_DIM + offs_l[None, None, :]
+        mask_piece = is_there[:, None, None] & mask[None, :, :]
+        piece = tl.load(outs_ptr + offs, mask=mask_piece, other=0.0).to(tl.float32)
+        # a part between equal bounds had nothing to do, and wrote nothing
+        own = tl.load(bounds_ptr + 2 * part, mask=is_there, other=0)
+        own_block = tl.load(bounds_ptr + 2 * part + 1, mask=is_there, other=0)
+        next_own = tl.load(bounds_ptr + 2 * part + 2, mask=is_there, other=0)
+        next_block = tl.load(bounds_ptr + 2 * part + 3, mask=is_there, other=0)
+        has_work = (own != next_own) | (own_block != next_block)
+        lse = tl.where(has_work[:, None], lse, -float("inf"))
+        new_max = tl.maximum(max_lse, tl.max(lse, axis=0))
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weight = tl.exp2(lse - shift[None, :])
+        rescale = tl.exp2(max_lse - shift)
         # a piece that saw no key holds nothing
-        mask = (piece_lse != -float("inf"))[:, None] & mask_l[None, :]
-        offs = piece_row[:, None] * LATENT_DIM + offs_l[None, :]
-        piece = tl.load(outs_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        acc += tl.sum(piece * weight[:, None], axis=0)
-    out_row = start.to(tl.int64) * num_heads + row
-    out = round_to(acc / weight_sum, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_row * LATENT_DIM + offs_l, out, mask=mask_l)
-    if tl.program_id(0) == 0:
-        tl.store(lse_ptr + out_row, (max_lse + tl.log2(weight_sum)) * LN_2)
+        piece = tl.where((weight == 0.0)[:, :, None], 0.0, piece)
+        acc = acc * rescale[:, None] + tl.sum(piece * weight[:, :, None], axis=0)
+        weight_sum = weight_sum * rescale + tl.sum(weight, axis=0)
+        max_lse = new_max
+    weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)  # then max_lse is -inf
+    return acc / weight_sum[:, None], max_lse + tl.log2(weight_sum)
 
 
 def make_schedule(
@@ -231,30 +360,51 @@ def make_schedule(
     gang_rows = work.gang * work.tile_rows
     slot_rows = -(-max_query_len * num_heads // gang_rows) * gang_rows
     num_slots, device = 2 * work.num_parts, batch.device
+    num_cuts = max(min(batch.num_requests, work.num_parts - 1), 1)
     return Schedule(
         work,
         torch.empty(work.num_parts + 1, 2, dtype=torch.int32, device=device),
-        torch.empty(
-            max(min(batch.num_requests, work.num_parts - 1), 1), dtype=torch.int32, device=device
-        ),
+        torch.empty(num_cuts, 2, dtype=torch.int32, device=device),
         torch.empty(batch.num_requests, dtype=torch.int64, device=device),
         torch.empty(num_slots, slot_rows, latent_dim, device=device),
         torch.empty(num_slots, slot_rows, device=device),
     )
 
 
-def fill_schedule(schedule: Schedule, batch: PagedBatch, num_heads: int) -> None:
-    """Set the bounds for the lengths that the batch has when this runs."""
+def fill_schedule(schedule: Schedule, batch: PagedBatch, num_heads: int) -> Launch | None:
+    """Set the bounds for the lengths that the batch has when this runs.
+
+    Returns how to do it again, at ``schedule_addresses``, for a batch of the same shape.
+    """
     arguments, options = _schedule_call(batch, num_heads, schedule)
-    _schedule_kernel[(1,)](**arguments, **options)
+    return launch(_schedule_kernel, (1,), arguments, options, batch.device, num_varying=5)
 
 
-def merge_cuts(schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor) -> None:
-    """Fill the rows of ``out`` ``[T, H, L]`` and ``lse`` ``[T, H]`` whose requests were cut."""
+def schedule_addresses(schedule: Sequence[int], batch: PagedBatch) -> tuple[int, ...]:
+    """``schedule``: its addresses."""
+    bounds, cuts, ends, _, _ = schedule
+    offsets, lengths, _ = batch.addresses
+    return offsets, lengths, bounds, cuts, ends
+
+
+def merge_cuts(schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor) -> Launch | None:
+    """Fill the rows of ``out`` ``[T, H, L]`` and ``lse`` ``[T, H]`` whose requests were cut.
+
+    Returns how to do it again, at ``merge_addresses``, for tensors and a batch of the same shapes;
+    None where nothing can be cut.
+    """
     if schedule.work.num_parts == 1 or batch.num_requests == 0:
-        return
-    grid, arguments, options = _merge_call(schedule, batch, out, lse)
-    _merge_cuts_kernel[grid](**arguments, **options)
+        return None
+    grid, arguments, options = _merge_call(schedule, batch, out, lse, gpu_of(batch.device))
+    return launch(_merge_cuts_kernel, grid, arguments, options, batch.device, num_varying=7)
+
+
+def merge_addresses(
+    schedule: Sequence[int], batch: PagedBatch, out: int, lse: int
+) -> tuple[int, ...]:
+    """``schedule``, ``out``, ``lse``: their addresses."""
+    bounds, cuts, _, outs, lses = schedule
+    return outs, lses, bounds, cuts, batch.addresses[0], out, lse
 
 
 def _schedule_call(
@@ -274,18 +424,31 @@ def _schedule_call(
         "first_stride": power_of_two(batch.num_requests + 1) // 2,
         "GANG_ROWS": work.gang * work.tile_rows,
         "BLOCK_N": work.block_n,
-        "OVERHEAD": _OVERHEAD,
+        "OVERHEAD": work.overhead,
         "BLOCK_B": _BLOCK_B,
         "BLOCK_P": power_of_two(work.num_parts + 1),
     }
     return arguments, {"num_warps": 8}
 
 
+def _choose_blocks(num_parts: int, num_requests: int, latent_dim: int) -> tuple[int, int, int]:
+    """Pieces, rows and columns that a program merges at once: as many pieces as most cuts have."""
+    num_pieces = num_parts // num_requests + 2
+    columns = power_of_two(latent_dim)
+    if num_pieces <= 4:
+        return 4, 4, columns
+    if num_pieces <= 16:
+        return power_of_two(num_pieces), 1, columns
+    return 32, 1, min(columns, 128)
+
+
 def _merge_call(
-    schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor
-) -> tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]:
-    num_slots, slot_rows, latent_dim = schedule.outs.shape
-    block_c = min(power_of_two(latent_dim), 128)
+    schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor, gpu: Gpu
+) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
+    num_parts, num_cuts = schedule.work.num_parts, len(schedule.cuts)
+    _, slot_rows, latent_dim = schedule.outs.shape
+    block_s, block_r, block_c = _choose_blocks(num_parts, batch.num_requests, latent_dim)
+    is_early = gpu.capability >= 90
     arguments = {
         "outs_ptr": schedule.outs,
         "lses_ptr": schedule.lses,
@@ -295,27 +458,34 @@ def _merge_call(
         "out_ptr": out,
         "lse_ptr": lse,
         "num_heads": out.shape[1],
-        "num_parts": num_slots // 2,
+        "num_cuts": num_cuts,
         "slot_rows": slot_rows,
         "LATENT_DIM": latent_dim,
         "LN_2": LN_2,
+        "BLOCK_S": block_s,
+        "BLOCK_R": block_r,
         "BLOCK_C": block_c,
-        "BLOCK_S": 16,
-        "BLOCK_P": power_of_two(num_slots // 2 + 1),
+        "IS_EARLY": is_early,
     }
-    grid = (triton.cdiv(latent_dim, block_c), slot_rows, len(schedule.cuts))
-    return grid, arguments, {"num_warps": 4, "enable_fp_fusion": True}
+    num_steps = triton.cdiv(latent_dim, block_c) * triton.cdiv(slot_rows, block_r) * num_cuts
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    if is_early:
+        options["launch_pdl"] = True
+    return (min(num_steps, 16 * gpu.num_sms),), arguments, options
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
-    """One program an SM and a gang of two; both widths of a latent."""
-    for num_parts, gang, latent_dim in ((132, 1, 512), (66, 2, 256)):
+    """One program an SM and a gang of two; both widths of a latent; few requests and many."""
+    for num_parts, gang, latent_dim, num_requests in (
+        (132, 1, 512, 1), (132, 1, 512, 64), (66, 2, 256, 64),
+    ):  # fmt: skip
         work = Work(num_parts, gang, 64, 64)
-        batch = PagedBatch([0, 1], [0], [[0]])
+        batch = PagedBatch(range(num_requests + 1), [0] * num_requests, [[0]] * num_requests)
         schedule = make_schedule(batch, 16, 1, latent_dim, work)
-        label = f"P{num_parts}-gang{gang}-L{latent_dim}"
+        label = f"B{num_requests}-P{num_parts}-gang{gang}-L{latent_dim}"
         arguments, options = _schedule_call(batch, 16, schedule)
         yield config_of_call(_schedule_kernel, f"schedule-{label}", arguments, options)
-        out, lse = torch.empty(1, 16, latent_dim, dtype=torch.bfloat16), torch.empty(1, 16)
-        _, arguments, options = _merge_call(schedule, batch, out, lse)
+        out = torch.empty(num_requests, 16, latent_dim, dtype=torch.bfloat16)
+        lse = torch.empty(num_requests, 16)
+        _, arguments, options = _merge_call(schedule, batch, out, lse, Gpu(capability, 132))
         yield config_of_call(_merge_cuts_kernel, f"merge-{label}", arguments, options)

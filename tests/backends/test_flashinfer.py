@@ -407,7 +407,7 @@ def test_lengths_that_only_the_device_knows_are_refused(card):
     unknown = PagedBatch(*(torch.tensor(x).int().to("meta") for x in host_data(case.batch)))
     out, lse = q.new_empty(*q.shape[:2], 512), torch.empty(q.shape[:2])
     with pytest.raises(UnsupportedError, match="only the device knows the lengths: build the "):
-        flashinfer.mla_decode(q, pages, unknown, SCALE, None, False, out, lse)
+        flashinfer.mla_decode(q, pages, unknown, SCALE, None, False, False, out, lse)
 
 
 def test_capture_is_refused_also_where_a_plan_is_there_already(card):

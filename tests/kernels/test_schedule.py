@@ -44,7 +44,7 @@ def walk(schedule, batch):
 
 def scheduled(query_lens, cached, num_heads=4, parts=5, gang=1, tile_rows=16, device="cpu"):
     batch = make_batch(query_lens, cached, device)
-    work = Work(parts, gang, tile_rows, BLOCK_N)
+    work = Work(parts, gang, tile_rows, BLOCK_N, OVERHEAD)
     max_query_len = max(query_lens, default=1)
     schedule = make_schedule(batch, num_heads, max_query_len, LATENT, work)
     for unwritten in (schedule.bounds, schedule.cuts, schedule.ends):
@@ -54,11 +54,65 @@ def scheduled(query_lens, cached, num_heads=4, parts=5, gang=1, tile_rows=16, de
 
 
 def expected_bounds(query_lens, cached, num_heads, parts, gang_rows):
-    costs, blocks, passes = [], [], []
+    """The cheapest of three ways, by what their costliest part costs."""
+    work = []  # (passes, blocks) of each request
     for q, c in zip(query_lens, cached, strict=True):
-        passes.append(-(-q * num_heads // gang_rows))
-        blocks.append(-(-(c + q) // BLOCK_N) if q else 0)
-        costs.append(passes[-1] * (blocks[-1] + OVERHEAD))
+        work.append((-(-q * num_heads // gang_rows), -(-(c + q) // BLOCK_N) if q else 0))
+    costs = [passes * (blocks + OVERHEAD) for passes, blocks in work]
+    share = -(-sum(costs) // parts)
+    own_cost, own = bounds_of_own_parts(work, share, parts)
+    whole_cost, whole = bounds_between_requests(costs, parts)
+    anywhere_cost = share + 2 * OVERHEAD
+    if whole_cost <= anywhere_cost and whole_cost < own_cost:
+        bounds = whole
+    else:
+        bounds = own if own_cost <= anywhere_cost else bounds_anywhere(work, costs, parts)
+    return [(0, 0), *bounds[1:parts], (len(work), 0)]
+
+
+def bounds_of_own_parts(work, share, parts):
+    """Each request is cut evenly, between as few parts as none costs more than ``most``."""
+    for step in range(64 if len(work) <= parts else 0):
+        most = share + step * max(share // 64, 1)
+        if any(passes and most - passes * OVERHEAD < passes for passes, _ in work):
+            continue
+        counts = [
+            max(-(-passes * blocks // (most - passes * OVERHEAD)), 1) if passes else 0
+            for passes, blocks in work
+        ]
+        if sum(counts) <= parts:
+            cost = max(
+                (
+                    p * (-(-b // max(k, 1)) + OVERHEAD)
+                    for (p, b), k in zip(work, counts, strict=True)
+                ),
+                default=0,
+            )
+            bounds = [
+                (request, index * blocks // count)
+                for request, ((_, blocks), count) in enumerate(zip(work, counts, strict=True))
+                for index in range(count)
+            ]
+            bounds += [(len(work), 0)] * (parts - len(bounds))
+            return cost + OVERHEAD * (max(counts, default=0) > 1), bounds
+    return math.inf, []
+
+
+def bounds_between_requests(costs, parts):
+    """No request is cut: as many of them to each part, if they were equal."""
+    num = max(-(-len(costs) // max(-(-len(costs) // parts), 1)), 1)
+    begins = list(itertools.accumulate(costs, initial=0))
+    nearest = []
+    for part in range(num + 1):
+        target = part * begins[-1] // num
+        owner = sum(begin <= target for begin in begins[1:])
+        is_past = owner < len(costs) and begins[owner + 1] - target < target - begins[owner]
+        nearest.append(owner + is_past)
+    cost = max(begins[b] - begins[a] for a, b in itertools.pairwise(nearest))
+    return cost, [(request, 0) for request in nearest[:num]] + [(len(costs), 0)] * (parts - num)
+
+
+def bounds_anywhere(work, costs, parts):
     ends, total = list(itertools.accumulate(costs)), sum(costs)
     bounds = [(0, 0)]
     for part in range(1, parts):
@@ -67,13 +121,14 @@ def expected_bounds(query_lens, cached, num_heads, parts, gang_rows):
         if owner == len(costs):
             bounds.append((owner, 0))
             continue
-        slack = max(total // (24 * parts) // max(passes[owner], 1), 1)
-        block = (target - (ends[owner] - costs[owner])) // max(passes[owner], 1)
-        if block + slack > blocks[owner]:
+        passes, blocks = work[owner]
+        slack = max(total // (24 * parts) // max(passes, 1), 1)
+        block = (target - (ends[owner] - costs[owner])) // max(passes, 1)
+        if block + slack > blocks:
             bounds.append((owner + 1, 0))
         else:
             bounds.append((owner, block if block >= slack else 0))
-    return [*bounds, (len(costs), 0)]
+    return bounds
 
 
 CASES = {
@@ -87,12 +142,39 @@ CASES = {
     "nobody": ([0, 0], [100, 0]),
     "no request": ([], []),
     "many": ([1] * 1500, [(i * 7919) % 5000 for i in range(1500)]),
+    "even, as many as parts": ([1] * 132, [4095] * 132),
+    "even, two to a part": ([1] * 130, [4095] * 130),
+    "even, eight parts each": ([1] * 16, [8191] * 16),
+    "few, uneven": ([1] * 16, [500 * i for i in range(16)]),
+    "nearly even": ([1] * 128, [4000 + (i * 37) % 190 for i in range(128)]),
 }
+
+
+@pytest.mark.parametrize(
+    "name, parts, parts_used, num_cut",
+    [
+        ("even, as many as parts", 132, 132, 0),
+        ("even, as many as parts", 66, 66, 0),
+        ("even, two to a part", 132, 130, 0),
+        ("even, two to a part", 66, 65, 0),
+        ("even, eight parts each", 132, 128, 16),
+        ("nearly even", 132, 128, 0),
+        ("nearly even", 66, 64, 0),
+        ("ragged", 13, 13, 2),
+    ],
+)
+def test_equal_requests_are_not_cut_where_few_parts_idle_for_it(
+    name, parts, parts_used, num_cut, device
+):
+    schedule, batch = scheduled(*CASES[name], parts=parts, device=device)
+    work = list(walk(schedule, batch))
+    assert len({part for part, *_ in work}) == parts_used
+    assert len({request for _, request, _, _, slot in work if slot is not None}) == num_cut
 
 
 @pytest.mark.parametrize("parts, gang", [(1, 1), (5, 1), (66, 2), (132, 1)])
 @pytest.mark.parametrize("name", CASES)
-def test_bounds_are_shares_of_the_cost(name, parts, gang, device):
+def test_bounds_are_the_cheapest_way(name, parts, gang, device):
     schedule, _ = scheduled(*CASES[name], parts=parts, gang=gang, device=device)
     bounds = [tuple(bound) for bound in schedule.bounds.tolist()]
     assert bounds == expected_bounds(*CASES[name], 4, parts, 16 * gang)
@@ -128,16 +210,16 @@ def test_shares_are_even_to_a_start_and_a_24th(device):
     assert sum(shares) == sum(blocks_of(batch, request) for request in range(len(cached)))
 
 
-def test_cuts_name_the_first_bound_in_each_cut_request(device):
+def test_cuts_name_the_first_and_last_bound_in_each_cut_request(device):
     for name, parts in itertools.product(CASES, (1, 2, 5, 132)):
         schedule, _ = scheduled(*CASES[name], parts=parts, device=device)
-        first = {}
+        inside = {}
         for part, (request, block) in enumerate(schedule.bounds.tolist()):
             if block > 0:
-                first.setdefault(request, part)
+                inside.setdefault(request, []).append(part)
         cuts = schedule.cuts.tolist()
-        assert cuts[: len(first)] == list(first.values())
-        assert set(cuts[len(first) :]) <= {-1}
+        assert cuts[: len(inside)] == [[parts[0], parts[-1]] for parts in inside.values()]
+        assert cuts[len(inside) :] == [[-1, -1]] * (len(cuts) - len(inside))
 
 
 # ---- merging
@@ -201,6 +283,7 @@ def assert_decodes(schedule, batch, num_heads=4):
         ([1], [2000], 40),  # more parts than blocks: some are idle
         ([2, 0, 3], [500, 64, 1000], 7),
         ([1] * 4, [127, 128, 129, 0], 3),
+        ([1, 1], [64 * 60, 64 * 9], 13),
     ],
 )
 def test_pieces_merge_to_the_attention_over_all_keys(query_lens, cached, parts, device):
@@ -209,7 +292,7 @@ def test_pieces_merge_to_the_attention_over_all_keys(query_lens, cached, parts, 
 
 
 def test_more_pieces_than_are_read_together_merge(device):
-    schedule, batch = scheduled([1], [64 * 39], parts=39, tile_rows=4, device=device)
+    schedule, batch = scheduled([1], [64 * 312], parts=39, tile_rows=4, device=device)
     assert sum(1 for _ in walk(schedule, batch)) > 32
     assert_decodes(schedule, batch)
 
@@ -224,7 +307,7 @@ def test_schedule_for_other_lengths_costs_balance_and_no_key(then, device):
 
 def test_rows_that_were_not_cut_are_left_alone(device):
     schedule, batch = scheduled([1, 1], [64, 64], parts=2, device=device)
-    assert set(schedule.cuts.tolist()) == {-1}
+    assert (schedule.cuts == -1).all()
     out = torch.full((2, 4, LATENT), 7.0, device=device)
     lse = torch.full((2, 4), 7.0, device=device)
     merge_cuts(schedule, batch, out, lse)

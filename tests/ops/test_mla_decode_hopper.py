@@ -1,12 +1,16 @@
 """mla_decode by the Hopper kernels: the contract of mla_decode, on a card of capability 9.0."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 import kvkern
-from kvkern import CacheFormat, PagedBatch, UnsupportedError, mla_decode
+from kvkern import ArgumentError, CacheFormat, PagedBatch, UnsupportedError, mla_decode
 from kvkern.backends import DecodeCall, table
 from kvkern.kernels.device import Gpu
+from kvkern.ops import attention
 from kvkern.testing.budget import assert_within_budget
 from kvkern.testing.inputs import POISON, make_paged_case
 
@@ -335,6 +339,85 @@ def test_layers_of_a_step_share_one_schedule_and_the_next_step_makes_its_own():
     decode(q, cache.view(0, batch))
     assert not torch.equal(made.schedule.bounds, before)
     assert list(batch.workspaces.values()) == [made]
+
+
+@pytest.fixture
+def only_repeats(monkeypatch):
+    """After its call the kernels may only be launched by what is remembered."""
+    monkeypatch.setattr(attention, "_KNOWN", {})
+
+    def choose_reference(op, name, *facts):
+        assert name == "reference", f"{name} was chosen anew"
+        return table.choose(op, name, *facts)
+
+    return lambda: monkeypatch.setattr(attention, "choose", choose_reference)
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_token"])
+def test_repeated_calls_take_their_own_tensors(name, num_heads, only_repeats):
+    lengths = ([700, 64, 3000], [1, 2, 1])
+    cases = [make(CacheFormat(name), num_heads, lengths) for _ in range(3)]
+    for case, _ in cases[1:]:  # as layers of one cache, which differ in nothing but addresses
+        object.__setattr__(case.view.pages, "kind", cases[0][0].view.pages.kind)
+    decode(cases[0][1], cases[0][0].view)
+    only_repeats()
+    for case, q in cases:
+        assert_near(decode(q, case.view), q, case.view)
+    case, _ = cases[1]
+    q = torch.randn_like(cases[1][1])
+    assert_near(decode(q, case.view), q, case.view)
+    other = PagedBatch([0, 2, 3, 4], [62, 699, 2999], case.batch.page_table[[1, 0, 2]].cpu(),
+                       device="cuda")  # fmt: skip
+    view = kvkern.CacheView(case.view.pages, other)
+    assert_near(decode(q, view), q, view)
+
+
+def assert_near(result, q, view):
+    exact = mla_decode(q.double(), view, softmax_scale=SCALE, backend="reference")
+    assert (result.out.double() - exact.out).norm() < 2e-2 * exact.out.norm()
+    assert (result.lse - exact.lse).abs().max() < 1e-2
+
+
+@on_hopper
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_repeated_calls_take_other_streams_and_strided_queries(num_heads, monkeypatch):
+    monkeypatch.setattr(attention, "_KNOWN", {})
+    case, q = make(FULL, num_heads, ([1000, 64], [1, 1]))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        wide = torch.randn(2, num_heads + 2, 640, dtype=BF16, device="cuda")
+        strided = wide[:, 1:-1, 8:584]
+        assert_near(decode(strided, case.view), strided, case.view)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            result = decode(q, case.view)
+        torch.cuda.synchronize()
+        assert_near(result, q, case.view)
+
+
+@on_hopper
+def test_repeated_call_is_still_checked_for_its_tokens(only_repeats):
+    case, q = make(FULL, 16, ([100, 64], [2, 1]))
+    decode(q, case.view)
+    only_repeats()
+    table = case.batch.page_table.cpu()
+    view = case.cache.view(0, PagedBatch([0, 2, 4], [98, 62], table, device="cuda"))
+    with pytest.raises(ArgumentError, match="q: want at least 4 tokens, got 3"):
+        decode(q, view)
+
+
+@on_hopper
+def test_what_is_remembered_keeps_no_tensor_alive(monkeypatch):
+    monkeypatch.setattr(attention, "_KNOWN", {})
+    for num_heads in (16, 128):
+        case, q = make(FULL, num_heads, ([100, 64], [2, 1]))
+        for _ in range(2):
+            decode(q, case.view)
+        alive = [weakref.ref(tensor) for tensor in (q, case.cache.buffer, case.batch.page_table)]
+        del case, q
+        gc.collect()
+        assert attention._KNOWN and all(ref() is None for ref in alive)
 
 
 @on_hopper

@@ -1,5 +1,7 @@
 """The one place that knows what Gluon's releases (Triton 3.6 to 3.9) call the same thing."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -25,6 +27,29 @@ def view_tile(tile, dtype, shape, layout, _semantic=None):
     return _semantic.memdesc_reinterpret(
         tile, unwrap(dtype), [unwrap(size) for size in unwrap(shape)], unwrap(layout)
     )
+
+
+class MovedDescriptor:
+    """What a launch reads of a ``TensorDescriptor``, at another base that has a ``data_ptr()``."""
+
+    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, descriptor: TensorDescriptor, base: Any) -> None:
+        self.base = base
+        self.shape, self.strides = descriptor.shape, descriptor.strides
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+
+class Address:
+    """A base that keeps no tensor alive."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
 
 
 def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -1,8 +1,9 @@
 """What 64-row decode needs to multiply in e4m3: queries, weights and values as wgmma wants them.
 
-wgmma reads 8-bit operands only along rows, and the rows of V^T are not in the cache: a warpgroup
-writes the transpose, 4 x 4 bytes at a time. What it leaves out of order (keys within 16, columns of
-the output) is put right where that costs nothing, in the weights and at the end.
+wgmma reads 8-bit operands from shared memory only along rows, and the rows of V^T are not in the
+cache. So V^T is the first operand, which may be in registers: ldmatrix transposes pairs of bytes.
+What that leaves out of order (keys within 16, even and odd columns) is put right where it costs
+nothing, in the weights and at the end.
 
 wgmma keeps about 13 bits of a sum of 8-bit products, and drops the rest. So a block's output is
 summed alone and added to the others in fp32. Left in the tensor core it is faster, and values that
@@ -18,17 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kvkern.kernels.hopper.compat import view_tile
-from kvkern.kernels.hopper.paging import BLOCK_N, ROWS, WIDE_128, WIDE_256
+from kvkern.kernels.hopper.paging import BLOCK_N, ROWS
 
 SHARE_ROWS: gl.constexpr = gl.constexpr(32)  # query rows that a warpgroup quantises
 _E4M3_MAX: gl.constexpr = gl.constexpr(448.0)
 _MIN_SCALE: gl.constexpr = gl.constexpr(2.0**-60)  # of a query row; its product is not to vanish
-
-
-@gluon.jit
-def _view_words(tile, NUM_ROWS: gl.constexpr, WORDS: gl.constexpr, SWIZZLE: gl.constexpr):
-    """A tile's bytes as int32; its swizzle moves 16 bytes at once, and stays what it is."""
-    return view_tile(tile, gl.int32, [NUM_ROWS, WORDS], gl.NVMMASharedLayout(SWIZZLE, 32, 2))
 
 
 @gluon.jit
@@ -99,7 +94,7 @@ def quantise_query(
 
 @gluon.jit
 def pack_weights(weights, OPERAND: gl.constexpr):
-    """e4m3 weights in the order of keys that ``transpose_half`` gives V^T.
+    """e4m3 weights in the order of keys that ``load_values`` gives V^T.
 
     A thread then holds four neighbouring bytes, where it had computed two and two: of 16 keys,
     place 4t + 2h + e has key 8h + 2t + e.
@@ -110,76 +105,61 @@ def pack_weights(weights, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def add_values(weights, values, acc, rescale, no_values, EXACT: gl.constexpr):
-    """acc_j * rescale + weights V_j of a block; quarter j is a fourth of the rows of V^T."""
-    acc0, acc1, acc2, acc3 = acc
-    WIDTH: gl.constexpr = acc0.shape[1]
-    rescale = gl.expand_dims(rescale, 1)
-    values0 = values.slice(0, WIDTH, dim=0).permute((1, 0))
-    values1 = values.slice(WIDTH, WIDTH, dim=0).permute((1, 0))
-    values2 = values.slice(2 * WIDTH, WIDTH, dim=0).permute((1, 0))
-    values3 = values.slice(3 * WIDTH, WIDTH, dim=0).permute((1, 0))
-    if EXACT:  # two quarters under way, while a third is added in fp32
-        even = warpgroup_mma(weights, values0, no_values, use_acc=False, is_async=True)
-        odd = warpgroup_mma(weights, values1, no_values, use_acc=False, is_async=True)
-        acc0 = acc0 * rescale + warpgroup_mma_wait(1, deps=(even,))
-        even = warpgroup_mma(weights, values2, no_values, use_acc=False, is_async=True)
-        acc1 = acc1 * rescale + warpgroup_mma_wait(1, deps=(odd,))
-        odd = warpgroup_mma(weights, values3, no_values, use_acc=False, is_async=True)
-        acc2 = acc2 * rescale + warpgroup_mma_wait(1, deps=(even,))
-        acc3 = acc3 * rescale + warpgroup_mma_wait(0, deps=(odd,))
-    else:
-        acc0 = warpgroup_mma(weights, values0, acc0 * rescale, is_async=True)
-        acc1 = warpgroup_mma(weights, values1, acc1 * rescale, is_async=True)
-        acc2 = warpgroup_mma(weights, values2, acc2 * rescale, is_async=True)
-        acc3 = warpgroup_mma(weights, values3, acc3 * rescale, is_async=True)
-        acc0, acc1, acc2, acc3 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2, acc3))
-    return acc0, acc1, acc2, acc3
+def load_values(pairs, ACC: gl.constexpr):
+    """V^T: even and odd columns, ``[64, 64]`` each, of 128 that ``pairs`` has as two-byte pairs.
+
+    ldmatrix transposes pairs; of 2 + 2 keys a thread then takes the even bytes, and the odd ones.
+    That gives its four neighbouring keys in the order of ``pack_weights``.
+    """
+    OF_PAIRS: gl.constexpr = gl.DotOperandLayout(
+        0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2
+    )
+    even, odd = gl.inline_asm_elementwise(
+        """prmt.b32 $0, $4, $6, 0x6420; prmt.b32 $1, $5, $7, 0x6420;
+           prmt.b32 $2, $4, $6, 0x7531; prmt.b32 $3, $5, $7, 0x7531;""",
+        "=&r,=&r,=&r,=&r,r,r,r,r",
+        [pairs.permute((1, 0)).load(OF_PAIRS)],
+        dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=8,
+    )  # fmt: skip
+    return _as_operand(even, ACC), _as_operand(odd, ACC)
 
 
 @gluon.jit
-def join_quarters(acc, factor):
-    """Half of the output, times ``factor`` a row: column 4g + j is quarter j's g."""
-    acc0, acc1, acc2, acc3 = acc
-    HALF: gl.constexpr = 4 * acc0.shape[1]
-    WIDE: gl.constexpr = WIDE_256 if HALF == 256 else WIDE_128
-    joined = gl.join(gl.join(acc0, acc1), gl.join(acc2, acc3)).permute([0, 1, 3, 2])
-    joined = gl.convert_layout(joined.reshape([ROWS, HALF]), WIDE, assert_trivial=True)
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, WIDE), assert_trivial=True)
+def _as_operand(values, ACC: gl.constexpr):
+    """Where the layout has pair 8b of 16 and key 8c of 16, the bytes are of pair 8c and key 8b."""
+    values = values.reshape([4, 2, 8, 4, 2, 4, 2]).permute([0, 4, 2, 3, 5, 1, 6])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
+    return gl.convert_layout(values.reshape([64, 64]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def view_pairs(tile):
+    """Half of the latents of a block, ``[64, HALF]``, as pairs of columns, 64 of them at once."""
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return view_tile(tile, gl.int16, [tile.shape[1] // 128, BLOCK_N, 64], PAIRS)
+
+
+@gluon.jit
+def add_values(values, weights, acc, EXACT: gl.constexpr):
+    """acc + V^T weights^T of a block, for 64 columns."""
+    if EXACT:
+        added = warpgroup_mma(values, weights, gl.zeros_like(acc), use_acc=False, is_async=True)
+        acc = acc + warpgroup_mma_wait(0, deps=(added,))
+    else:
+        acc = warpgroup_mma(values, weights, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc
+
+
+@gluon.jit
+def join_columns(acc, factor, HALF: gl.constexpr):
+    """Half of the output, ``[ROWS, HALF]``, times ``factor`` a row."""
+    acc0, acc1, acc2, acc3 = acc  # even and odd columns of 128, and of the next 128
+    if HALF == 256:
+        joined = gl.join(gl.join(acc0, acc2), gl.join(acc1, acc3)).permute([1, 2, 0, 3])
+    else:
+        joined = gl.join(acc0, acc1).permute([1, 0, 2])
+    joined = joined.reshape([ROWS, HALF])
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, joined.type.layout), assert_trivial=True)
     factor = gl.expand_dims(factor, 1)
     return gl.where(factor != 0.0, joined * factor, 0.0)  # 0 times a NaN that was not to be seen
-
-
-@gluon.jit
-def transpose_half(tile, values, num_left):
-    """Half of the latents of a block, ``[64, HALF]``, as V^T ``[HALF, 64]`` with 4 bytes a word.
-
-    Row j * HALF / 4 + g is column 4g + j, and the keys are in the order of ``pack_weights``. Rows
-    of the block from ``num_left`` on are zero: memory may hold NaN there.
-    """
-    NUM_WORDS: gl.constexpr = tile.shape[1] // 4
-    LAYOUT: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [4, 1], [0, 1])
-    x = _view_words(tile, 64, NUM_WORDS, 128).load(LAYOUT)
-    if num_left < BLOCK_N:
-        row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-        x = gl.where(gl.expand_dims(row, 1) < num_left, x, 0)
-    # key 16a + 8h + 2t + e -> [a, t, word, h, e]
-    x = x.reshape([4, 2, 4, 2, NUM_WORDS]).permute([0, 2, 4, 1, 3])
-    even, odd = gl.split(x)
-    x00, x10 = gl.split(even)
-    x01, x11 = gl.split(odd)
-    y0, y1, y2, y3 = gl.inline_asm_elementwise(
-        """{ .reg .b32 t0, t1, u0, u1;
-             prmt.b32 t0, $4, $5, 0x5140; prmt.b32 t1, $4, $5, 0x7362;
-             prmt.b32 u0, $6, $7, 0x5140; prmt.b32 u1, $6, $7, 0x7362;
-             prmt.b32 $0, t0, u0, 0x5410; prmt.b32 $1, t0, u0, 0x7632;
-             prmt.b32 $2, t1, u1, 0x5410; prmt.b32 $3, t1, u1, 0x7632; }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r",
-        [
-            x00.reshape([16, NUM_WORDS]), x01.reshape([16, NUM_WORDS]),
-            x10.reshape([16, NUM_WORDS]), x11.reshape([16, NUM_WORDS]),
-        ],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    y = gl.join(gl.join(y0, y1), gl.join(y2, y3)).permute([3, 2, 1, 0])
-    _view_words(values, 4 * NUM_WORDS, 16, 64).store(y.reshape([4 * NUM_WORDS, 16]))

@@ -11,12 +11,24 @@ from torch import Tensor
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages
 from kvkern.kernels.device import Gpu, gpu_of
-from kvkern.kernels.hopper.mla_decode_few import mla_decode_few
-from kvkern.kernels.hopper.mla_decode_few_fp8 import mla_decode_few_fp8
-from kvkern.kernels.hopper.mla_decode_many import mla_decode_many
-from kvkern.kernels.hopper.mla_decode_many_fp8 import mla_decode_many_fp8
+from kvkern.kernels.hopper import (
+    mla_decode_few,
+    mla_decode_few_fp8,
+    mla_decode_many,
+    mla_decode_many_fp8,
+)
+from kvkern.kernels.hopper.decode_call import DecodeAgain, Kernel, launch_decode
+from kvkern.kernels.launch import Launch, current_stream
 from kvkern.kernels.paging import power_of_two
-from kvkern.kernels.schedule import Schedule, Work, fill_schedule, make_schedule, merge_cuts
+from kvkern.kernels.schedule import (
+    Schedule,
+    Work,
+    fill_schedule,
+    make_schedule,
+    merge_addresses,
+    merge_cuts,
+    schedule_addresses,
+)
 from kvkern.layout import CacheFormat
 
 
@@ -42,44 +54,98 @@ def mla_decode(
     softmax_scale: float,
     num_splits: None,
     is_batch_invariant: bool,
+    use_fast_accum: bool,
     out: Tensor,
     lse: Tensor,
-) -> None:
-    """Launch, and merge what the schedule cut. ``kvkern.mla_decode`` has checked the arguments."""
+) -> "_Calls | None":
+    """Launch, and merge what the schedule cut. ``kvkern.mla_decode`` has checked the arguments.
+
+    Returns how to repeat it with tensors and batches that differ in nothing but addresses.
+    """
     num_tokens, num_heads, _ = q.shape
     if num_tokens * num_heads == 0:
-        return
-    schedule = _schedule_of(batch, pages, num_heads)
-    is_many = schedule.work.tile_rows == 64
-    if pages.format.is_quantised:
-        run = mla_decode_many_fp8 if is_many else mla_decode_few_fp8
-    else:
-        run = mla_decode_many if is_many else mla_decode_few
-    run(q, pages, batch, softmax_scale, out, lse, schedule)
-    merge_cuts(schedule, batch, out, lse)
+        return None
+    max_query_len = max(batch.max_query_len or 0, 1)  # known: the table of backends refuses
+    work = choose_work(num_heads, max_query_len, pages.format, gpu_of(batch.device))
+    kernel = _kernel_for(work, pages.format, use_fast_accum)
+    calls = _Calls(batch.device, num_heads, max_query_len, work, kernel, softmax_scale)
+    calls(q, pages, batch, out, lse)
+    return calls
+
+
+def _kernel_for(work: Work, fmt: CacheFormat, use_fast_accum: bool) -> Kernel:
+    is_many = work.tile_rows == 64
+    if fmt.is_quantised and is_many:
+        return mla_decode_many_fp8.FAST_KERNEL if use_fast_accum else mla_decode_many_fp8.KERNEL
+    if fmt.is_quantised:
+        return mla_decode_few_fp8.KERNEL
+    return mla_decode_many.KERNEL if is_many else mla_decode_few.KERNEL
 
 
 class _Made(NamedTuple):
     schedule: Schedule
+    addresses: tuple[int, ...]
     maker: LayerPages  # the layer that it was made for
 
 
-def _schedule_of(batch: PagedBatch, pages: LayerPages, num_heads: int) -> Schedule:
-    """The batch's schedule for this cache and number of heads, on this stream.
+class _Calls:
+    """Calls of one kind. The first finds how each kernel is launched, the others repeat that."""
 
-    The layer that it was made for makes it anew when it comes round again, which is the next step;
-    so does a captured graph at each replay. Another layer's is used as it is.
-    """
-    stream = torch.cuda.current_stream(batch.device)
-    is_capturing = torch.cuda.is_current_stream_capturing()
-    key = (pages.kind, num_heads, stream.cuda_stream, is_capturing)
-    made = batch.workspaces.get(key)
-    if made is None:
-        fmt = pages.format
-        max_query_len = max(batch.max_query_len or 0, 1)  # known: the table of backends refuses
-        work = choose_work(num_heads, max_query_len, fmt, gpu_of(batch.device))
-        schedule = make_schedule(batch, num_heads, max_query_len, fmt.kv_lora_rank, work)
-        batch.workspaces[key] = made = _Made(schedule, pages)
-    if made.maker is pages:
-        fill_schedule(made.schedule, batch, num_heads)
-    return made.schedule
+    def __init__(
+        self,
+        device: torch.device,
+        num_heads: int,
+        max_query_len: int,
+        work: Work,
+        kernel: Kernel,
+        softmax_scale: float,
+    ) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._num_heads, self._max_query_len = num_heads, max_query_len
+        self._work, self._kernel, self._softmax_scale = work, kernel, softmax_scale
+        self._fill: Launch | None = None
+        self._decode: DecodeAgain | None = None
+        self._merge: Launch | None = None
+
+    def __call__(
+        self, q: Tensor, pages: LayerPages, batch: PagedBatch, out: Tensor, lse: Tensor
+    ) -> None:
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self(q, pages, batch, out, lse)
+        made = self._schedule_of(batch, pages)
+        if made.maker is pages:
+            self._fill_schedule(made, batch)
+        if self._decode is None:
+            self._decode = launch_decode(
+                self._kernel, q, pages, batch, self._softmax_scale, out, lse, made.schedule
+            )
+            self._merge = merge_cuts(made.schedule, batch, out, lse)
+            return None
+        out_address, lse_address = out.data_ptr(), lse.data_ptr()
+        self._decode(q, pages, batch, out_address, lse_address, made.addresses)
+        if self._merge is not None:
+            self._merge(merge_addresses(made.addresses, batch, out_address, lse_address), ())
+
+    def _schedule_of(self, batch: PagedBatch, pages: LayerPages) -> _Made:
+        """The batch's schedule for this cache and number of heads, on this stream.
+
+        The layer that it was made for makes it anew when it comes round again, which is the next
+        step; so does a captured graph at each replay. Another layer's is used as it is.
+        """
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        key = (pages.kind, self._num_heads, current_stream(self._device), is_capturing)
+        made: _Made | None = batch.workspaces.get(key)
+        if made is None:
+            latent_dim = pages.format.kv_lora_rank
+            schedule = make_schedule(
+                batch, self._num_heads, self._max_query_len, latent_dim, self._work
+            )
+            batch.workspaces[key] = made = _Made(schedule, schedule.addresses, pages)
+        return made
+
+    def _fill_schedule(self, made: _Made, batch: PagedBatch) -> None:
+        if self._fill is None:
+            self._fill = fill_schedule(made.schedule, batch, self._num_heads)
+        else:
+            self._fill(schedule_addresses(made.addresses, batch), ())

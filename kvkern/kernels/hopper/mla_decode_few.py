@@ -23,11 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
-from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig
+from kvkern.kernels.hopper.compat import tile_descriptor
+from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
     are_keys,
@@ -35,27 +36,34 @@ from kvkern.kernels.hopper.paging import (
     clear_padding,
     clear_rows,
     copy_rows,
-    decode_fields,
-    find_boxes,
-    find_holes,
+    count_visible,
+    end_request,
+    fetch_block,
+    find_box_pages,
+    find_pages,
+    find_row_pages,
+    hole_word,
     hole_words,
+    load_lengths,
     make_barriers,
     part_bounds,
-    pass_on_copies,
     piece_of,
+    prefetch_query,
     put,
-    request_share,
-    slot_of_box,
+    put_holes,
+    row_slots,
+    share_of,
+    slots_of,
     table_row,
-    visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
-from kvkern.kernels.schedule import Schedule, Work, make_schedule
+from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
 
 @gluon.jit
 def _fetch(
+    q_ptr,
     latent_desc,
     rope_desc,
     rows_ptr,
@@ -70,6 +78,8 @@ def _fetch(
     page_table_ptr,
     max_pages,
     num_heads,
+    stride_q_token,
+    stride_q_head,
     GANG: gl.constexpr,
     ROWS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -88,39 +98,47 @@ def _fetch(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lanes = gl.arange(0, 32, layout=LANES)
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     fetched = 0
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        _, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
-        seq_len = cached + num_tokens
+    for request in range(part[0], end):
+        _, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
+        num_keys = gl.minimum(cached + num_tokens, stop * BLOCK_N)
         table_ptr = table_row(page_table_ptr, request, max_pages)
         num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
         for _ in range(gl.program_id(0) % GANG, num_tiles, GANG):
+            pages = find_box_pages(table_ptr, begin, num_keys, max_pages, lanes, PAGE_SIZE, BOX)
             for block in range(begin, stop):
-                first_slot, holes_low = find_boxes(
-                    table_ptr, block, seq_len, max_pages, lanes, PAGE_SIZE, BOX
+                next_pages = find_box_pages(
+                    table_ptr, block + 1, num_keys, max_pages, lanes, PAGE_SIZE, BOX
                 )
+                first_slot = slots_of(pages, block * BLOCK_N + lanes * BOX, PAGE_SIZE)
+                is_hole = (pages < 0) & (lanes < NUM_BOXES)
                 stage = fetched % STAGES
                 mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
-                put(holes.index(stage * 2), holes_low)
+                put(holes.index(stage * 2), hole_word(is_hole, lanes, 0))
                 mbarrier.expect(full.index(stage), NUM_BYTES)
-                for box in gl.static_range(NUM_BOXES):
-                    slot = slot_of_box(first_slot, lanes, box)
-                    load_tile(
-                        latent_desc, [slot, 0], full.index(stage),
-                        latents.index(stage).slice(box * BOX, BOX, dim=0),
+                fetch_block(
+                    latent_desc, rope_desc, latents, stage, first_slot, lanes, 0,
+                    full.index(stage), fetched >> 30,
+                )  # fmt: skip
+                if ROPE_DIM > 0:
+                    fetch_block(
+                        rope_desc, rope_desc, ropes, stage, first_slot, lanes, LATENT_DIM,
+                        full.index(stage), fetched >> 30,
                     )  # fmt: skip
-                    if ROPE_DIM > 0:
-                        load_tile(
-                            rope_desc, [slot, LATENT_DIM], full.index(stage),
-                            ropes.index(stage).slice(box * BOX, BOX, dim=0),
-                        )  # fmt: skip
+                pages = next_pages
                 fetched += 1
+        prefetch_query(
+            q_ptr, lengths, num_heads, stride_q_token, stride_q_head, GANG, ROWS,
+            LATENT_DIM + ROPE_DIM,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _gather(
+    q_ptr,
     latent_desc,
     rope_desc,
     rows_ptr,
@@ -135,6 +153,8 @@ def _gather(
     page_table_ptr,
     max_pages,
     num_heads,
+    stride_q_token,
+    stride_q_head,
     GANG: gl.constexpr,
     ROWS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -143,42 +163,42 @@ def _gather(
 ):
     """``_fetch`` for pages that no box fits: each thread copies 16 bytes. Four warps.
 
-    A block is passed on when the next one's copies are under way.
+    Copies arrive at ``full`` themselves, beside the one arrival that passes on the holes.
     """
     STAGES: gl.constexpr = latents.type.shape[0]
     LATENT_DIM: gl.constexpr = latents.type.shape[2]
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     fetched = 0
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        _, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
-        seq_len = cached + num_tokens
+    for request in range(part[0], end):
+        _, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
+        num_keys = gl.minimum(cached + num_tokens, stop * BLOCK_N)
         table_ptr = table_row(page_table_ptr, request, max_pages)
         num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
         for _ in range(gl.program_id(0) % GANG, num_tiles, GANG):
+            pages, all_pages = find_row_pages(table_ptr, begin, num_keys, max_pages, PAGE_SIZE)
             for block in range(begin, stop):
-                first_key = block * BLOCK_N
-                low, high = find_holes(table_ptr, block, seq_len, max_pages, PAGE_SIZE)
+                next_pages, next_all_pages = find_row_pages(
+                    table_ptr, block + 1, num_keys, max_pages, PAGE_SIZE
+                )
+                slots = row_slots(pages, block, PAGE_SIZE)
                 stage = fetched % STAGES
                 mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
-                put(holes.index(stage * 2), low)
-                put(holes.index(stage * 2 + 1), high)
-                copy_rows(
-                    latents.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages, 0,
-                    LATENT_DIM, PAGE_SIZE, ROW_DIM,
-                )  # fmt: skip
+                put_holes(holes, stage, all_pages)
+                mbarrier.arrive(full.index(stage), count=1)
+                copy_rows(latents.index(stage), rows_ptr, slots, 0, LATENT_DIM, ROW_DIM)
                 if ROPE_DIM > 0:
-                    copy_rows(
-                        ropes.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages,
-                        LATENT_DIM, ROPE_DIM, PAGE_SIZE, ROW_DIM,
-                    )  # fmt: skip
-                async_copy.commit_group()
-                if fetched > 0:
-                    pass_on_copies(full, (fetched - 1) % STAGES, 1)
+                    copy_rows(ropes.index(stage), rows_ptr, slots, LATENT_DIM, ROPE_DIM, ROW_DIM)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                pages = next_pages
+                all_pages = next_all_pages
                 fetched += 1
-    if fetched > 0:
-        pass_on_copies(full, (fetched - 1) % STAGES, 0)
+        prefetch_query(
+            q_ptr, lengths, num_heads, stride_q_token, stride_q_head, GANG, ROWS,
+            LATENT_DIM + ROPE_DIM,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -242,11 +262,12 @@ def _attend(
     no_scores = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)
     offs_l = gl.arange(0, LATENT_DIM, layout=OF_KEY)
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     taken = 0
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        start, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
+    for request in range(part[0], end):
+        start, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
         seq_len = cached + num_tokens
         num_rows = num_tokens * num_heads
         table_ptr = table_row(page_table_ptr, request, max_pages)
@@ -257,10 +278,12 @@ def _attend(
             token = row // num_heads
             offs_row = (start + token).to(gl.int64) * stride_q_token
             offs_row += (row % num_heads).to(gl.int64) * stride_q_head
-            _load_query(q_ptr, q_latent, q_rope, offs_row, mask_row, ROPE_DIM)
-            num_visible, min_visible = visible_keys(
-                table_ptr, cached + token, mask_row, seq_len, max_pages, PAGE_SIZE
+            position = cached + token
+            own_page = find_pages(
+                table_ptr, position, gl.where(mask_row, seq_len, 0), max_pages, PAGE_SIZE
             )
+            _load_query(q_ptr, q_latent, q_rope, offs_row, mask_row, ROPE_DIM)
+            num_visible, min_visible = count_visible(own_page, position, mask_row, seq_len)
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
             weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
@@ -268,6 +291,8 @@ def _attend(
             for block in range(begin, stop):
                 stage = taken % STAGES
                 mbarrier.wait(full.index(stage), (taken // STAGES) & 1)
+                if BOX == 1:  # threads wrote keys, and wgmma reads them by another way
+                    fence_async_shared()
                 latent = latents.index(stage)
                 scores = warpgroup_mma(
                     latent, q_latent.permute((1, 0)), no_scores, use_acc=False, is_async=True
@@ -357,6 +382,7 @@ def _mla_decode_few_kernel(
     ROW_DIM: gl.constexpr,  # elements from row to row
     LN_2: gl.constexpr,
 ):
+    gdc_launch_dependents()  # a merge that waits for all of this may start
     DTYPE: gl.constexpr = latent_desc.dtype
     q_latent_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, LATENT_DIM], DTYPE)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], DTYPE)
@@ -368,7 +394,7 @@ def _mla_decode_few_kernel(
     q_rope = gl.allocate_shared_memory(DTYPE, [ROWS, 64], rope_layout)
     weights_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, ROWS], weights_layout)
     holes = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], one)
-    full = make_barriers(STAGES, 1)
+    full = make_barriers(STAGES, 1 if BOX > 1 else 1 + 128)  # copies of 128 threads arrive
     empty = make_barriers(STAGES, 1)
     fence_async_shared()
     first_padding = gl.load(offsets_ptr + num_requests) * num_heads
@@ -387,9 +413,10 @@ def _mla_decode_few_kernel(
             (
                 _fetch if BOX > 1 else _gather,
                 (
-                    latent_desc, rope_desc, rows_ptr, latents, ropes, holes, full, empty,
+                    q_ptr, latent_desc, rope_desc, rows_ptr, latents, ropes, holes, full, empty,
                     bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages,
-                    num_heads, GANG, ROWS, PAGE_SIZE, ROPE_DIM, ROW_DIM,
+                    num_heads, stride_q_token, stride_q_head, GANG, ROWS, PAGE_SIZE, ROPE_DIM,
+                    ROW_DIM,
                 ),
             ),
         ],
@@ -398,47 +425,38 @@ def _mla_decode_few_kernel(
     )  # fmt: skip
 
 
-def mla_decode_few(
-    q: Tensor,
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-) -> None:
-    """Fill the rows of requests that are not cut, the pieces of those that are, and padding."""
-    grid, arguments, options = _call(q, pages, batch, softmax_scale, out, lse, schedule)
-    _mla_decode_few_kernel[grid](**arguments, **options)
+def _query_fields(q: Tensor, fmt: CacheFormat) -> dict[str, Any]:
+    return {"q_ptr": q}
 
 
-def _call(
-    q: Tensor,
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
-    """The launch's grid, arguments and options."""
-    fmt, work = pages.format, schedule.work
+def _page_fields(pages: LayerPages) -> dict[str, Any]:
+    fmt = pages.format
     rows = pages.latent.as_strided((pages.num_slots, fmt.row_dim), (pages.latent.stride(1), 1))
-    box = box_keys(pages.page_size)
-    arguments = {
-        **decode_fields(pages, batch, softmax_scale, out, lse, schedule),
-        "q_ptr": q,
-        "latent_desc": tile_descriptor(rows, (box or 64, fmt.kv_lora_rank)),
-        "rope_desc": tile_descriptor(rows, (box or 64, 64)),
+    box = box_keys(pages.page_size) or 64
+    return {
+        "latent_desc": tile_descriptor(rows, (box, fmt.kv_lora_rank)),
+        "rope_desc": tile_descriptor(rows, (box, 64)),
         "rows_ptr": rows,
+    }
+
+
+def _constants(q: Tensor, pages: LayerPages, work: Work) -> dict[str, Any]:
+    return {
         "stride_q_token": q.stride(0),
         "stride_q_head": q.stride(1),
         "ROWS": work.tile_rows,
         "STAGES": 2,
-        "ROW_DIM": rows.stride(0),
+        "ROW_DIM": pages.latent.stride(1),
     }
-    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
-    return (work.num_parts * work.gang,), arguments, options
+
+
+KERNEL = Kernel(
+    _mla_decode_few_kernel,
+    _query_fields,
+    _page_fields,
+    _constants,
+    {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True},
+)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -453,9 +471,6 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         fmt = CacheFormat("bf16", latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
         q = torch.empty(1, rows, fmt.row_dim, dtype=torch.bfloat16)
-        out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, rows)
-        batch = PagedBatch([0, 1], [0], [[0]])
-        schedule = make_schedule(batch, rows, 1, latent_dim, Work(132, 1, rows, 64))
-        _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
         label = f"L{latent_dim}-R{rope_dim}-rows{rows}-page{page_size}"
-        yield config_of_call(_mla_decode_few_kernel, label, arguments, options, **SMALL_SPILLS)
+        work = Work(132, 1, rows, 64)
+        yield shipped_config(KERNEL, label, q, pages, work, **SMALL_SPILLS)

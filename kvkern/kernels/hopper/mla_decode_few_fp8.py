@@ -32,30 +32,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.config import KernelConfig
 from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor, view_tile
+from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
     are_keys,
     box_keys,
     clear_padding,
     clear_rows,
-    decode_fields,
+    end_request,
     hole_word,
+    load_lengths,
     make_barriers,
     part_bounds,
     piece_of,
+    prefetch_query,
     put,
-    request_share,
     scalar,
+    share_of,
     table_row,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
-from kvkern.kernels.schedule import Schedule, Work, make_schedule
+from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat, FormatName
 
 _GAIN: gl.constexpr = gl.constexpr(256.0)  # of weights in fp16
@@ -67,12 +70,15 @@ _BF16_BITS: gl.constexpr = gl.constexpr(-(2**16))
 
 @gluon.jit
 def _fetch(
+    q_ptr,
     latent_desc,
     rope_desc,
     scales_ptr,
     keys,
     barriers,
     work,
+    stride_q_token,
+    stride_q_head,
     GANG: gl.constexpr,
     ROWS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -96,11 +102,12 @@ def _fetch(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_n = gl.arange(0, BLOCK_N, layout=LANES)
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     fetched = 0
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        _, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
+    for request in range(part[0], end):
+        _, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
         seq_len = cached + num_tokens
         table_ptr = table_row(page_table_ptr, request, max_pages)
         num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
@@ -136,6 +143,10 @@ def _fetch(
                         copy_values(cell, ptrs + group, mask=page >= 0)
                     async_copy.mbarrier_arrive(arrived, increment_count=False)
                 fetched += 1
+        prefetch_query(
+            q_ptr, lengths, num_heads, stride_q_token, stride_q_head, GANG, ROWS,
+            LATENT_DIM + ROPE_DIM,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -411,11 +422,12 @@ def _attend(
     OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
     no_values = gl.zeros([128, ROWS], gl.float32, MMA)
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     taken = 0  # blocks of the ring, by both
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        start, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
+    for request in range(part[0], end):
+        start, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
         seq_len = cached + num_tokens
         num_rows = num_tokens * num_heads
         table_ptr = table_row(page_table_ptr, request, max_pages)
@@ -426,11 +438,11 @@ def _attend(
             token = row // num_heads
             offs_row = (start + token).to(gl.int64) * stride_q_token
             offs_row += (row % num_heads).to(gl.int64) * stride_q_head
-            power = _load_query(q_ptr, query, offs_row, mask_row, rope_factor, ROPE_DIM, W)
-            mbarrier.arrive(meeting, count=1)
             num_visible, min_visible = visible_keys(
                 table_ptr, cached + token, mask_row, seq_len, max_pages, PAGE_SIZE
             )
+            power = _load_query(q_ptr, query, offs_row, mask_row, rope_factor, ROPE_DIM, W)
+            mbarrier.arrive(meeting, count=1)
             row_scale = power * scale_log2
             mbarrier.wait(meeting, 0)
 
@@ -588,6 +600,7 @@ def _mla_decode_few_fp8_kernel(
     STAGES: gl.constexpr,
     LN_2: gl.constexpr,
 ):
+    gdc_launch_dependents()  # a merge that waits for all of this may start
     E4M3: gl.constexpr = latent_desc.dtype
     ROPE_TYPE: gl.constexpr = rope_desc.dtype
     NUM_TILES: gl.constexpr = 4 if NUM_GROUPS == 4 else 1  # of weights, a warpgroup
@@ -646,8 +659,9 @@ def _mla_decode_few_fp8_kernel(
             (
                 _fetch,
                 (
-                    latent_desc, rope_desc, scales_ptr, keys, barriers, work, GANG, ROWS,
-                    PAGE_SIZE, ROPE_DIM, NUM_GROUPS, STRIDE_SCALES,
+                    q_ptr, latent_desc, rope_desc, scales_ptr, keys, barriers, work,
+                    stride_q_token, stride_q_head, GANG, ROWS, PAGE_SIZE, ROPE_DIM, NUM_GROUPS,
+                    STRIDE_SCALES,
                 ),
             ),
         ],
@@ -656,59 +670,45 @@ def _mla_decode_few_fp8_kernel(
     )  # fmt: skip
 
 
-def mla_decode_few_fp8(
-    q: Tensor,
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-) -> None:
-    """Fill the rows of requests that are not cut, the pieces of those that are, and padding.
-
-    Tiles are of 8 or 16 rows: more do not fit into registers. Pages are of 16, 32 or a multiple of
-    64 keys. Latents are of 256 or 512 columns and rope keys of at most 64; where tokens have
-    scales, of 512 and of 64.
-    """
-    grid, arguments, options = _call(q, pages, batch, softmax_scale, out, lse, schedule)
-    _mla_decode_few_fp8_kernel[grid](**arguments, **options)
+def _query_fields(q: Tensor, fmt: CacheFormat) -> dict[str, Any]:
+    return {"q_ptr": q}
 
 
-def _call(
-    q: Tensor,
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
-    """The launch's grid, arguments and options."""
-    fmt, work, scales = pages.format, schedule.work, pages.group_scales
+def _page_fields(pages: LayerPages) -> dict[str, Any]:
+    fmt, box = pages.format, box_keys(pages.page_size)
     latents = pages.latent.as_strided(
         (pages.num_slots, fmt.kv_lora_rank), (pages.latent.stride(1), 1)
     )
     ropes = latents  # stands in for what there is none of
     if fmt.rope_dim > 0:
         ropes = pages.rope.as_strided((pages.num_slots, fmt.rope_dim), (pages.rope.stride(1), 1))
-    box = box_keys(pages.page_size)
-    arguments = {
-        **decode_fields(pages, batch, softmax_scale, out, lse, schedule),
-        "q_ptr": q,
+    return {
         "latent_desc": tile_descriptor(latents, (box, fmt.kv_lora_rank)),
         "rope_desc": tile_descriptor(ropes, (box, 64)),
-        "scales_ptr": scales,
+        "scales_ptr": pages.group_scales,
         "layer_scales_ptr": pages.layer_scales,
+    }
+
+
+def _constants(q: Tensor, pages: LayerPages, work: Work) -> dict[str, Any]:
+    scales = pages.group_scales
+    return {
         "stride_q_token": q.stride(0),
         "stride_q_head": q.stride(1),
-        "NUM_GROUPS": fmt.num_groups,
+        "NUM_GROUPS": pages.format.num_groups,
         "STRIDE_SCALES": 0 if scales is None else scales.stride(1),
         "ROWS": work.tile_rows,
         "STAGES": 4,
     }
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    return (work.num_parts * work.gang,), arguments, options
+
+
+KERNEL = Kernel(
+    _mla_decode_few_fp8_kernel,
+    _query_fields,
+    _page_fields,
+    _constants,
+    {"num_warps": 4, "enable_fp_fusion": True},
+)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -730,10 +730,6 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         fmt = CacheFormat(name, latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
         q = torch.empty(1, rows, fmt.row_dim, dtype=q_dtype)
-        out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, rows)
-        batch = PagedBatch([0, 1], [0], [[0]])
-        schedule = make_schedule(batch, rows, 1, latent_dim, Work(132, 1, rows, 64))
-        _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
         label = f"{name}-{q_dtype}-L{latent_dim}-R{rope_dim}-rows{rows}-page{page_size}"
         label = label.replace("torch.", "")
-        yield config_of_call(_mla_decode_few_fp8_kernel, label, arguments, options)
+        yield shipped_config(KERNEL, label, q, pages, Work(132, 1, rows, 64))

@@ -21,11 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
+from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
     NO_MAXIMUM,
@@ -36,39 +37,62 @@ from kvkern.kernels.hopper.paging import (
     clear_padding,
     clear_rows,
     copy_rows,
-    decode_fields,
-    find_boxes,
-    find_holes,
+    end_request,
+    fetch_block,
+    find_box_pages,
+    find_row_pages,
+    hole_word,
     hole_words,
+    load_lengths,
     make_barriers,
     mask_scores,
     part_bounds,
-    pass_on_copies,
     piece_of,
+    prefetch,
+    prefetch_rows,
     put,
+    put_holes,
     request_share,
+    row_slots,
     scalar,
-    slot_of_box,
+    share_of,
+    slots_of,
     store_half,
     table_row,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
-from kvkern.kernels.schedule import Schedule, Work, make_schedule
+from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
 _LAG: gl.constexpr = gl.constexpr(8.0)  # log2 of what a maximum may lag behind
 
 
 @gluon.jit
-def _start_scores(q, keys, full_left, full_right, block, no_scores, ROPE_DIM: gl.constexpr):
+def _wait_for_keys(full, stage, phase, BOX: gl.constexpr):
+    mbarrier.wait(full.index(stage), phase)
+    if BOX == 1:  # threads wrote them, and wgmma reads them by another way than a thread
+        fence_async_shared()
+
+
+@gluon.jit
+def _start_scores(
+    q,
+    keys,
+    full_left,
+    full_right,
+    block,
+    no_scores,
+    BOX: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+):
     """Scores of the ring's ``block``-th block: two or three wgmma groups, not waited for."""
     q_left, q_right, q_rope = q
     left, right, rope = keys
     stage = block & 1
     phase = (block >> 1) & 1
     zero = block >> 30  # a constant address would be kept in registers, and moved for each wgmma
-    mbarrier.wait(full_left.index(stage), phase)
+    _wait_for_keys(full_left, stage, phase, BOX)
     scores = warpgroup_mma(
         q_left.index(zero), left.index(stage).permute((1, 0)), no_scores, use_acc=False,
         is_async=True,
@@ -77,7 +101,7 @@ def _start_scores(q, keys, full_left, full_right, block, no_scores, ROPE_DIM: gl
         scores = warpgroup_mma(
             q_rope.index(zero), rope.index(stage).permute((1, 0)), scores, is_async=True
         )
-    mbarrier.wait(full_right.index(stage), phase)
+    _wait_for_keys(full_right, stage, phase, BOX)
     return warpgroup_mma(
         q_right.index(zero), right.index(stage).permute((1, 0)), scores, is_async=True
     )
@@ -113,6 +137,17 @@ def _store_half_wide(acc, tile, out_ptr, first_row, num_rows, columns, STRIDE: g
         gl.store(ptrs, tile.load(WIDE), mask=mask)
         tile.store(chunk1)
         gl.store(ptrs + 64, tile.load(WIDE), mask=mask)
+
+
+@gluon.jit
+def _pass_inverse(weight_sum, factors, passed, taken, sent):
+    """Pass on what a tile's rows are multiplied by in the end, and return it; 0: saw no key."""
+    saw_none = weight_sum == 0.0
+    inverse = gl.where(saw_none, 0.0, 1.0 / gl.where(saw_none, 1.0, weight_sum))
+    mbarrier.wait(taken, (sent & 1) ^ 1)
+    factors.store(inverse)
+    mbarrier.arrive(passed, count=1)
+    return inverse
 
 
 @gluon.jit
@@ -157,10 +192,11 @@ def _attend_left(
     done = 0  # blocks of the ring
     sent = 0  # weights and factors that were passed on
     tiles = 0  # of query rows, that had keys
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        start, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
+    for request in range(part[0], end):
+        start, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
         seq_len = cached + num_tokens
         num_rows = num_tokens * num_heads
         table_ptr = table_row(page_table_ptr, request, max_pages)
@@ -172,11 +208,13 @@ def _attend_left(
             weight_sum = gl.zeros([ROWS], gl.float32, OF_SCORE)
             acc = gl.zeros([ROWS, HALF], gl.float32, ACC)
             if begin < stop:
+                mbarrier.wait(q_full, tiles & 1)
+                scores = _start_scores(
+                    q, keys, full_left, full_right, done, no_scores, BOX, ROPE_DIM
+                )
                 num_visible, min_visible = visible_keys(
                     table_ptr, cached + row // num_heads, mask_row, seq_len, max_pages, PAGE_SIZE
                 )
-                mbarrier.wait(q_full, tiles & 1)
-                scores = _start_scores(q, keys, full_left, full_right, done, no_scores, ROPE_DIM)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 for block in range(begin, stop - 1):
                     scores = mask_scores(
@@ -199,7 +237,7 @@ def _attend_left(
                         left.index(done & 1), acc, is_async=True,
                     )  # fmt: skip
                     scores_started = _start_scores(
-                        q, keys, full_left, full_right, done + 1, no_scores, ROPE_DIM
+                        q, keys, full_left, full_right, done + 1, no_scores, BOX, ROPE_DIM
                     )
                     mbarrier.wait(taken, (sent & 1) ^ 1)
                     weights_tile.store(rounded)
@@ -240,17 +278,16 @@ def _attend_left(
                 put(flag, 1)
                 mbarrier.arrive(passed, count=1)
                 sent += 1
+                inverse = _pass_inverse(weight_sum, factors, passed, taken, sent)
                 acc = warpgroup_mma_wait(0, deps=(acc_started,))
                 mbarrier.arrive(empty_left.index(done & 1), count=1)
                 done += 1
                 tiles += 1
+            else:
+                inverse = _pass_inverse(weight_sum, factors, passed, taken, sent)
+            sent += 1
 
             saw_none = weight_sum == 0.0
-            inverse = gl.where(saw_none, 0.0, 1.0 / gl.where(saw_none, 1.0, weight_sum))
-            mbarrier.wait(taken, (sent & 1) ^ 1)
-            factors.store(inverse)
-            mbarrier.arrive(passed, count=1)
-            sent += 1
             lse = max_score + gl.log2(gl.where(saw_none, 1.0, weight_sum))
             lse = gl.where(saw_none, -float("inf"), lse)
             factor = gl.expand_dims(gl.convert_layout(inverse, OF_ACC, assert_trivial=True), 1)
@@ -281,9 +318,10 @@ def _attend_right(
     num_heads,
     slot_rows,
     GANG: gl.constexpr,
+    BOX: gl.constexpr,
 ):
     """The right half of the output, from weights and factors that ``_attend_left`` passes on."""
-    empty_right, passed, taken = barriers
+    full_right, empty_right, passed, taken = barriers
     HALF: gl.constexpr = right.type.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -291,7 +329,9 @@ def _attend_right(
     part = part_bounds(bounds_ptr, GANG)
     done = 0
     received = 0
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
+    for request in range(part[0], end_request(part)):
+        # not carried from request to request, as elsewhere: Triton 3.6 drops what is carried and
+        # only bounds an inner loop
         start, num_tokens, _cached, begin, stop = request_share(
             offsets_ptr, cache_lengths_ptr, request, part
         )
@@ -308,6 +348,8 @@ def _attend_right(
                 received += 1
                 if is_any_far > 0:
                     acc = acc * gl.expand_dims(rescale, 1)
+                if BOX == 1:  # else what the scores have waited for is there for all
+                    _wait_for_keys(full_right, done & 1, (done >> 1) & 1, BOX)
                 acc = warpgroup_mma(weights, right.index(done & 1), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(empty_right.index(done & 1), count=1)
@@ -330,14 +372,36 @@ def _attend_right(
 
 
 @gluon.jit
-def _prefetch(address, lane, NUM_BYTES: gl.constexpr):
-    """Ask the L2 for memory, by one instruction of one thread; address 0: for nothing."""
-    address = gl.where(lane == 0, address, 0)
-    gl.inline_asm_elementwise(
-        f"{{ .reg .pred p; setp.ne.u64 p, $1, 0; @p cp.async.bulk.prefetch.L2.global [$1],"
-        f" {NUM_BYTES}; mov.u32 $0, 0; }}",
-        "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _load_query(q_half_desc, q_rope_desc, q, q_full, q_empty, q_row, tiles, ROPE_DIM: gl.constexpr):
+    """Fetch the next tile of query rows, when the last one's scores are done."""
+    q_left, q_right, q_rope = q
+    HALF: gl.constexpr = q_left.type.shape[2]
+    ROPE_WIDTH: gl.constexpr = 64 if ROPE_DIM > 0 else 0
+    mbarrier.wait(q_empty, (tiles & 1) ^ 1)
+    mbarrier.expect(q_full, ROWS * (2 * HALF + ROPE_WIDTH) * 2)
+    load_tile(q_half_desc, [q_row, 0], q_full, q_left.index(0))
+    load_tile(q_half_desc, [q_row, HALF], q_full, q_right.index(0))
+    if ROPE_DIM > 0:
+        load_tile(q_rope_desc, [q_row, 2 * HALF], q_full, q_rope.index(0))
+
+
+@gluon.jit
+def _prefetch_boxes(
+    rows_ptr,
+    pages,
+    block,
+    lanes,
+    member,
+    GANG: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
+    ROW_DIM: gl.constexpr,
+):
+    """Ask the L2 for this member's share of each of a block's boxes; a box's rows are one run."""
+    SHARE: gl.constexpr = BOX * ROW_DIM * 2 // GANG // 128 * 128  # bytes
+    slots = slots_of(pages, block * BLOCK_N + lanes * BOX, PAGE_SIZE)
+    address = (rows_ptr + slots.to(gl.int64) * ROW_DIM).to(gl.int64) + member * SHARE
+    prefetch(address, gl.where(pages >= 0, SHARE, 0))
 
 
 @gluon.jit
@@ -362,75 +426,70 @@ def _fetch(
     ROPE_DIM: gl.constexpr,
     ROW_DIM: gl.constexpr,
 ):
-    """Queries, and the keys of a block as left half and rope key, then right half. One warp."""
-    q_left, q_right, q_rope = q
+    """Queries, and the keys of a block as left half and rope key, then right half. One warp.
+
+    A tile's first keys come into the L2 while the last tile's query is still in use.
+    """
     left, right, rope = keys
     q_full, q_empty, full_left, full_right, empty_left, empty_right = barriers
     HALF: gl.constexpr = left.type.shape[2]
     BOX: gl.constexpr = half_desc.block_type.shape[0]
     NUM_BOXES: gl.constexpr = BLOCK_N // BOX
     ROPE_WIDTH: gl.constexpr = 64 if ROPE_DIM > 0 else 0
-    SHARE: gl.constexpr = BLOCK_N * ROW_DIM * 2 // GANG // 128 * 128  # bytes to prefetch
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lanes = gl.arange(0, 32, layout=LANES)
     member = gl.program_id(0) % GANG
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     fetched = 0
     tiles = 0
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        start, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
-        seq_len = cached + num_tokens
+    for request in range(part[0], end):
+        start, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
+        num_keys = gl.minimum(cached + num_tokens, stop * BLOCK_N)
         table_ptr = table_row(page_table_ptr, request, max_pages)
         num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
         if begin == stop:
             num_tiles = 0
         for tile in range(member, num_tiles, GANG):
+            pages = find_box_pages(table_ptr, begin, num_keys, max_pages, lanes, PAGE_SIZE, BOX)
+            soon = gl.where(fetched > 0, pages, -1)  # what is fetched at once needs no L2
+            _prefetch_boxes(rows_ptr, soon, begin, lanes, member, GANG, PAGE_SIZE, BOX, ROW_DIM)
             q_row = start * num_heads + tile * ROWS
-            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
-            mbarrier.expect(q_full, ROWS * (2 * HALF + ROPE_WIDTH) * 2)
-            load_tile(q_half_desc, [q_row, 0], q_full, q_left.index(0))
-            load_tile(q_half_desc, [q_row, HALF], q_full, q_right.index(0))
-            if ROPE_DIM > 0:
-                load_tile(q_rope_desc, [q_row, 2 * HALF], q_full, q_rope.index(0))
+            _load_query(q_half_desc, q_rope_desc, q, q_full, q_empty, q_row, tiles, ROPE_DIM)
             tiles += 1
             for block in range(begin, stop):
-                first_slot, holes_low = find_boxes(
-                    table_ptr, block, seq_len, max_pages, lanes, PAGE_SIZE, BOX
+                next_pages = find_box_pages(
+                    table_ptr, block + 1, num_keys, max_pages, lanes, PAGE_SIZE, BOX
                 )
+                _prefetch_boxes(
+                    rows_ptr, next_pages, block + 1, lanes, member, GANG, PAGE_SIZE, BOX, ROW_DIM
+                )
+                first_slot = slots_of(pages, block * BLOCK_N + lanes * BOX, PAGE_SIZE)
+                is_hole = (pages < 0) & (lanes < NUM_BOXES)
                 stage = fetched & 1
+                zero = fetched >> 30
                 is_ready = ((fetched >> 1) & 1) ^ 1
-                if NUM_BOXES == 1:
-                    next_key = (block + 1) * BLOCK_N
-                    next_column = next_key // PAGE_SIZE
-                    has_next = (block + 1 < stop) & (next_column < max_pages)
-                    next_page = gl.load(table_ptr + next_column, mask=has_next, other=-1)
-                    next_slot = (next_page * PAGE_SIZE + next_key % PAGE_SIZE).to(gl.int64)
-                    address = (rows_ptr + next_slot * ROW_DIM).to(gl.int64) + member * SHARE
-                    _prefetch(gl.where(next_page >= 0, address, 0), lanes, SHARE)
                 mbarrier.wait(empty_left.index(stage), is_ready)
-                put(holes.index(stage * 2), holes_low)
+                put(holes.index(stage * 2), hole_word(is_hole, lanes, 0))
                 mbarrier.expect(full_left.index(stage), BLOCK_N * (HALF + ROPE_WIDTH) * 2)
-                for box in gl.static_range(NUM_BOXES):
-                    slot = slot_of_box(first_slot, lanes, box)
-                    load_tile(
-                        half_desc, [slot, 0], full_left.index(stage),
-                        left.index(stage).slice(box * BOX, BOX, dim=0),
+                fetch_block(
+                    half_desc, rope_desc, left, stage, first_slot, lanes, 0,
+                    full_left.index(stage), zero,
+                )  # fmt: skip
+                if ROPE_DIM > 0:
+                    fetch_block(
+                        rope_desc, rope_desc, rope, stage, first_slot, lanes, 2 * HALF,
+                        full_left.index(stage), zero,
                     )  # fmt: skip
-                    if ROPE_DIM > 0:
-                        load_tile(
-                            rope_desc, [slot, 2 * HALF], full_left.index(stage),
-                            rope.index(stage).slice(box * BOX, BOX, dim=0),
-                        )  # fmt: skip
                 mbarrier.wait(empty_right.index(stage), is_ready)
                 mbarrier.expect(full_right.index(stage), BLOCK_N * HALF * 2)
-                for box in gl.static_range(NUM_BOXES):
-                    slot = slot_of_box(first_slot, lanes, box)
-                    load_tile(
-                        half_desc, [slot, HALF], full_right.index(stage),
-                        right.index(stage).slice(box * BOX, BOX, dim=0),
-                    )  # fmt: skip
+                fetch_block(
+                    half_desc, rope_desc, right, stage, first_slot, lanes, HALF,
+                    full_right.index(stage), zero,
+                )  # fmt: skip
+                pages = next_pages
                 fetched += 1
 
 
@@ -458,61 +517,54 @@ def _gather(
 ):
     """``_fetch`` for pages that no box fits: each thread copies 16 bytes. Four warps.
 
-    A half is passed on as soon as it is there: what is waited for to make room for the next block
-    is the start of this one's scores.
+    Copies arrive at ``full`` themselves, beside the one arrival that passes on the holes.
     """
-    q_left, q_right, q_rope = q
     left, right, rope = keys
     q_full, q_empty, full_left, full_right, empty_left, empty_right = barriers
     HALF: gl.constexpr = left.type.shape[2]
-    ROPE_WIDTH: gl.constexpr = 64 if ROPE_DIM > 0 else 0
+    ROW_BYTES: gl.constexpr = (2 * HALF + ROPE_DIM) * 2
+    member = gl.program_id(0) % GANG
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     fetched = 0
     tiles = 0
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        start, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
-        seq_len = cached + num_tokens
+    for request in range(part[0], end):
+        start, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
+        num_keys = gl.minimum(cached + num_tokens, stop * BLOCK_N)
         table_ptr = table_row(page_table_ptr, request, max_pages)
         num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
         if begin == stop:
             num_tiles = 0
-        for tile in range(gl.program_id(0) % GANG, num_tiles, GANG):
+        for tile in range(member, num_tiles, GANG):
+            pages, all_pages = find_row_pages(table_ptr, begin, num_keys, max_pages, PAGE_SIZE)
+            soon = row_slots(gl.where(fetched > 0, pages, -1), begin, PAGE_SIZE)
+            prefetch_rows(rows_ptr, soon, member, GANG, ROW_BYTES, ROW_DIM)
             q_row = start * num_heads + tile * ROWS
-            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
-            mbarrier.expect(q_full, ROWS * (2 * HALF + ROPE_WIDTH) * 2)
-            load_tile(q_half_desc, [q_row, 0], q_full, q_left.index(0))
-            load_tile(q_half_desc, [q_row, HALF], q_full, q_right.index(0))
-            if ROPE_DIM > 0:
-                load_tile(q_rope_desc, [q_row, 2 * HALF], q_full, q_rope.index(0))
+            _load_query(q_half_desc, q_rope_desc, q, q_full, q_empty, q_row, tiles, ROPE_DIM)
             tiles += 1
             for block in range(begin, stop):
-                first_key = block * BLOCK_N
-                low, high = find_holes(table_ptr, block, seq_len, max_pages, PAGE_SIZE)
+                next_pages, next_all_pages = find_row_pages(
+                    table_ptr, block + 1, num_keys, max_pages, PAGE_SIZE
+                )
+                slots = row_slots(pages, block, PAGE_SIZE)
                 stage = fetched & 1
                 is_ready = ((fetched >> 1) & 1) ^ 1
                 mbarrier.wait(empty_left.index(stage), is_ready)
-                put(holes.index(stage * 2), low)
-                put(holes.index(stage * 2 + 1), high)
-                copy_rows(
-                    left.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages, 0, HALF,
-                    PAGE_SIZE, ROW_DIM,
-                )  # fmt: skip
+                put_holes(holes, stage, all_pages)
+                mbarrier.arrive(full_left.index(stage), count=1)
+                copy_rows(left.index(stage), rows_ptr, slots, 0, HALF, ROW_DIM)
                 if ROPE_DIM > 0:
-                    copy_rows(
-                        rope.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages,
-                        2 * HALF, ROPE_DIM, PAGE_SIZE, ROW_DIM,
-                    )  # fmt: skip
-                async_copy.commit_group()
+                    copy_rows(rope.index(stage), rows_ptr, slots, 2 * HALF, ROPE_DIM, ROW_DIM)
+                async_copy.mbarrier_arrive(full_left.index(stage), increment_count=False)
+                next_slots = row_slots(next_pages, block + 1, PAGE_SIZE)
+                prefetch_rows(rows_ptr, next_slots, member, GANG, ROW_BYTES, ROW_DIM)
                 mbarrier.wait(empty_right.index(stage), is_ready)
-                copy_rows(
-                    right.index(stage), rows_ptr, table_ptr, first_key, seq_len, max_pages, HALF,
-                    HALF, PAGE_SIZE, ROW_DIM,
-                )  # fmt: skip
-                async_copy.commit_group()
-                pass_on_copies(full_left, stage, 1)
-                pass_on_copies(full_right, stage, 0)
+                copy_rows(right.index(stage), rows_ptr, slots, HALF, HALF, ROW_DIM)
+                async_copy.mbarrier_arrive(full_right.index(stage), increment_count=False)
+                pages = next_pages
+                all_pages = next_all_pages
                 fetched += 1
 
 
@@ -550,6 +602,7 @@ def _mla_decode_many_kernel(
 ):
     DTYPE: gl.constexpr = half_desc.dtype
     HALF: gl.constexpr = LATENT_DIM // 2
+    gdc_launch_dependents()  # a merge that waits for all of this may start
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_left = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], q_half_desc.layout)
     q_right = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], q_half_desc.layout)
@@ -561,8 +614,8 @@ def _mla_decode_many_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], one)
     flag = gl.allocate_shared_memory(gl.int32, [1], one)
     holes = gl.allocate_shared_memory(gl.int32, [4, 1], one)
-    full_left = make_barriers(2, 1)
-    full_right = make_barriers(2, 1)
+    full_left = make_barriers(2, 1 if BOX > 1 else 1 + 128)  # copies of 128 threads arrive
+    full_right = make_barriers(2, 1 if BOX > 1 else 128)
     empty_left = make_barriers(2, 1)
     empty_right = make_barriers(2, 1)
     single = make_barriers(4, 1)
@@ -591,9 +644,10 @@ def _mla_decode_many_kernel(
             (
                 _attend_right,
                 (
-                    right, weights_tile, factors, flag, (empty_right, passed, taken),
+                    right, weights_tile, factors, flag,
+                    (full_right, empty_right, passed, taken),
                     out_ptr, pieces_ptr, bounds_ptr, offsets_ptr, cache_lengths_ptr, num_heads,
-                    slot_rows, GANG,
+                    slot_rows, GANG, BOX,
                 ),
             ),
             (
@@ -607,57 +661,46 @@ def _mla_decode_many_kernel(
             ),
         ],
         [4, 1 if BOX > 1 else 4],
-        [208 if BOX > 1 else 200, 40 if BOX > 1 else 64],
+        [208 if BOX > 1 else 184, 40 if BOX > 1 else 80],
     )  # fmt: skip
 
 
-def mla_decode_many(
-    q: Tensor,
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-) -> None:
-    """Fill the rows of requests that are not cut, the pieces of those that are, and padding."""
-    grid, arguments, options = _call(q, pages, batch, softmax_scale, out, lse, schedule)
-    _mla_decode_many_kernel[grid](**arguments, **options)
-
-
-def _call(
-    q: Tensor,
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
-    """The launch's grid, arguments and options."""
-    fmt, work = pages.format, schedule.work
-    row_stride, half = pages.latent.stride(1), fmt.kv_lora_rank // 2
-    rows = pages.latent.as_strided((pages.num_slots, fmt.row_dim), (row_stride, 1))
-    queries = q.reshape(-1, fmt.row_dim)  # a copy where heads are not one behind another
-    if queries.data_ptr() % 16:
-        queries = queries.clone()
-    box = box_keys(pages.page_size)
-    arguments = {
-        **decode_fields(pages, batch, softmax_scale, out, lse, schedule),
-        "q_half_desc": tile_descriptor(queries, (64, half)),
-        "q_rope_desc": tile_descriptor(queries, (64, 64)),
-        "half_desc": tile_descriptor(rows, (box or 64, half)),
-        "rope_desc": tile_descriptor(rows, (box or 64, 64)),
-        "rows_ptr": rows,
-        "ROW_DIM": row_stride,
+def _query_fields(q: Tensor, fmt: CacheFormat) -> dict[str, Any]:
+    rows = q.reshape(-1, fmt.row_dim)  # a copy where heads are not one behind another
+    if rows.data_ptr() % 16:
+        rows = rows.clone()
+    return {
+        "q_half_desc": tile_descriptor(rows, (64, fmt.kv_lora_rank // 2)),
+        "q_rope_desc": tile_descriptor(rows, (64, 64)),
     }
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    return (work.num_parts * work.gang,), arguments, options
 
 
-_GATHER_SPILLS: dict[str, Any] = {
-    "spill_budget": 128,
-    "spill_reason": "three warpgroups share an SM's registers, and addresses of rows take many",
+def _page_fields(pages: LayerPages) -> dict[str, Any]:
+    fmt = pages.format
+    rows = pages.latent.as_strided((pages.num_slots, fmt.row_dim), (pages.latent.stride(1), 1))
+    box = box_keys(pages.page_size) or 64
+    return {
+        "half_desc": tile_descriptor(rows, (box, fmt.kv_lora_rank // 2)),
+        "rope_desc": tile_descriptor(rows, (box, 64)),
+        "rows_ptr": rows,
+    }
+
+
+def _constants(q: Tensor, pages: LayerPages, work: Work) -> dict[str, Any]:
+    return {"ROW_DIM": pages.latent.stride(1)}
+
+
+KERNEL = Kernel(
+    _mla_decode_many_kernel,
+    _query_fields,
+    _page_fields,
+    _constants,
+    {"num_warps": 4, "enable_fp_fusion": True},
+)
+
+_MORE_SPILLS: dict[str, Any] = {
+    "spill_budget": 192,
+    "spill_reason": "three roles share an SM's registers; what is parked is parked around loops",
 }
 
 
@@ -672,11 +715,6 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         fmt = CacheFormat("bf16", latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
         q = torch.empty(1, 64 * gang, fmt.row_dim, dtype=torch.bfloat16)
-        out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, 64 * gang)
-        batch = PagedBatch([0, 1], [0], [[0]])
-        work = Work(132 // gang, gang, 64, 64)
-        schedule = make_schedule(batch, 64 * gang, 1, latent_dim, work)
-        _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule)
         label = f"L{latent_dim}-R{rope_dim}-gang{gang}-page{page_size}"
-        budget = SMALL_SPILLS if box_keys(page_size) else _GATHER_SPILLS
-        yield config_of_call(_mla_decode_many_kernel, label, arguments, options, **budget)
+        budget = SMALL_SPILLS if box_keys(page_size) == 64 else _MORE_SPILLS
+        yield shipped_config(KERNEL, label, q, pages, Work(132 // gang, gang, 64, 64), **budget)

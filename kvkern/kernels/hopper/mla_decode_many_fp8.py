@@ -1,14 +1,16 @@
 """mla_decode for 64 rows and more of an fp8 cache: out = softmax(scale Q K^T) V, all of it in e4m3.
 
-As in ``mla_decode_many``, two warpgroups hold half of the output's columns each, and the first
-passes the weights on to the second. A third fetches blocks of 64 keys by TMA into a ring, and
-writes their transpose beside it: ``e4m3.py`` says why, and what ``exact`` means.
+One warpgroup computes scores and softmax, the next scores under way meanwhile, and passes on the
+weights. Two hold half of the output's columns each, as ``out^T = V^T weights^T`` with V^T in
+registers: ``e4m3.py`` says why, and what ``exact`` means. One warp fetches blocks of 64 keys by TMA
+into a ring.
 
 Queries become e4m3 here, ``2^e (high + low)``, a power of two a row: two terms hold a bf16 query,
 and the scores are the sum over both. One term has 4 bits, and the scores cost half as much.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
+from kvkern.kernels.config import KernelConfig
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
+from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.e4m3 import (
     SHARE_ROWS,
     add_values,
-    join_quarters,
+    join_columns,
+    load_values,
     pack_weights,
     quantise_query,
-    transpose_half,
+    view_pairs,
 )
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
@@ -40,24 +44,33 @@ from kvkern.kernels.hopper.paging import (
     ROWS,
     box_keys,
     clear_padding,
-    decode_fields,
+    clear_rows,
+    end_request,
+    find_box_pages,
     hole_word,
     hole_words,
+    load_lengths,
     make_barriers,
     mask_scores,
     part_bounds,
     piece_of,
+    prefetch_query,
     put,
-    request_share,
+    share_of,
     slot_of_box,
+    slots_of,
     store_half,
     table_row,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
-from kvkern.kernels.schedule import Schedule, Work, make_schedule
+from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
+_SPILLS: dict[str, Any] = {
+    "spill_budget": 320,
+    "spill_reason": "13 warps share an SM's registers; what is parked is needed once a tile",
+}
 # weights are at most 2^8, so that the small ones are normal numbers of e4m3
 _WEIGHT_LOG2: gl.constexpr = gl.constexpr(8.0)
 
@@ -95,19 +108,48 @@ def _start_scores(q, keys, full_keys, block, no_scores, ROPE_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _attend_left(
-    q_ptr,
+def _pass_on_weights(
+    scores,
+    words,
+    block,
+    rows,
+    max_score,
+    weight_sum,
+    weights_tile,
+    factors,
+    passed,
+    taken,
+    sent,
+    BOX: gl.constexpr,
+):
+    """A block's softmax: its weights, and what sums so far are times, into the next slot."""
+    row_scale, num_visible, min_visible = rows
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, scores.type.layout, 4)
+    slot = sent & 1
+    scores = mask_scores(scores, words, block, num_visible, min_visible, BOX)
+    new_max = gl.maximum(max_score, gl.max(scores, 1) * row_scale)
+    rescale = gl.exp2(max_score - new_max)
+    weights = gl.exp2(
+        scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(new_max - _WEIGHT_LOG2, 1)
+    )
+    mbarrier.wait(taken.index(slot), ((sent >> 1) & 1) ^ 1)
+    weights_tile.index(slot).store(pack_weights(weights, OPERAND))
+    factors.index(slot).store(rescale)
+    fence_async_shared()
+    mbarrier.arrive(passed.index(slot), count=1)
+    return new_max, weight_sum * rescale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _find_weights(
     q,
     q_scales,
     keys,
-    values,
     weights_tile,
     factors,
     holes,
     barriers,
-    out_ptr,
     lse_ptr,
-    pieces_ptr,
     piece_lses_ptr,
     layer_scales_ptr,
     bounds_ptr,
@@ -121,113 +163,92 @@ def _attend_left(
     GANG: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     BOX: gl.constexpr,
-    ROW_DIM: gl.constexpr,
     ROPE_DIM: gl.constexpr,
-    EXACT: gl.constexpr,
     LN_2: gl.constexpr,
 ):
-    """Scores, softmax and the left half of the output."""
-    q_full, full_keys, empty_keys, full_values, empty_values, passed, taken = barriers
-    HALF: gl.constexpr = values.type.shape[1]
-    STAGES: gl.constexpr = holes.type.shape[0] // 2
+    """Scores and softmax: passes on a block's weights, and what a row's sums so far are times."""
+    q_full, full_keys, empty_keys, passed, taken = barriers
+    left, right, _rope = keys
+    STAGES: gl.constexpr = left.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF // 4, 32])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
     OF_SCORE: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OF_ACC: gl.constexpr = gl.SliceLayout(1, ACC)
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    no_values = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
     latent_scale = gl.load(layer_scales_ptr)
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     done = 0  # blocks of the ring
     sent = 0  # weights and factors that were passed on
     tiles = 0  # of query rows, that had keys
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        start, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
+    for request in range(part[0], end):
+        start, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
         seq_len = cached + num_tokens
         num_rows = num_tokens * num_heads
         table_ptr = table_row(page_table_ptr, request, max_pages)
         is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
-            first_row = start.to(gl.int64) * num_heads + tile * ROWS
-            num_left = num_rows - tile * ROWS
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_SCORE)
             mask_row = row < num_rows
             max_score = gl.full([ROWS], NO_MAXIMUM, gl.float32, OF_SCORE)
             weight_sum = gl.zeros([ROWS], gl.float32, OF_SCORE)
-            acc0 = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
-            acc1 = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
-            acc2 = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
-            acc3 = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
             if begin < stop:
-                quantise_query(
-                    q_ptr, q, q_scales, layer_scales_ptr, first_row, num_left, done >> 30,
-                    0, ROW_DIM, ROPE_DIM,
-                )  # fmt: skip
                 num_visible, min_visible = visible_keys(
                     table_ptr, cached + row // num_heads, mask_row, seq_len, max_pages, PAGE_SIZE
                 )
                 mbarrier.wait(q_full, tiles & 1)
                 row_scale = q_scales.load(OF_SCORE) * (scale_log2 * latent_scale)
-                for block in range(begin, stop):
-                    stage = done % STAGES
-                    half = done & 1
-                    slot = sent & 1
-                    scores = _start_scores(q, keys, full_keys, done, no_scores, ROPE_DIM)
-                    scores = warpgroup_mma_wait(0, deps=(scores,))
-                    words = hole_words(holes, stage, BOX)
-                    mbarrier.arrive(empty_keys.index(stage), count=1)
-                    scores = mask_scores(scores, words, block, num_visible, min_visible, BOX)
-                    new_max = gl.maximum(max_score, gl.max(scores, 1) * row_scale)
-                    rescale = gl.exp2(max_score - new_max)
-                    max_score = new_max
-                    weights = gl.exp2(
-                        scores * gl.expand_dims(row_scale, 1)
-                        - gl.expand_dims(max_score - _WEIGHT_LOG2, 1)
-                    )
-                    mbarrier.wait(taken.index(slot), ((sent >> 1) & 1) ^ 1)
-                    weights_tile.index(slot).store(pack_weights(weights, OPERAND))
-                    factors.index(slot).store(rescale)
-                    fence_async_shared()
-                    mbarrier.arrive(passed.index(slot), count=1)
-                    weight_sum = weight_sum * rescale + gl.sum(weights, 1)
-                    mbarrier.wait(full_values.index(half), (done >> 1) & 1)
-                    acc0, acc1, acc2, acc3 = add_values(
-                        weights_tile.index(slot), values.index(half), (acc0, acc1, acc2, acc3),
-                        gl.convert_layout(rescale, OF_ACC, assert_trivial=True), no_values, EXACT,
+                rows = (row_scale, num_visible, min_visible)
+                scores = _start_scores(q, keys, full_keys, done, no_scores, ROPE_DIM)
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+                for block in range(begin, stop - 1):
+                    started = _start_scores(q, keys, full_keys, done + 1, no_scores, ROPE_DIM)
+                    words = hole_words(holes, done % STAGES, BOX)
+                    mbarrier.arrive(empty_keys.index(done % STAGES), count=1)
+                    max_score, weight_sum = _pass_on_weights(
+                        scores, words, block, rows, max_score, weight_sum, weights_tile, factors,
+                        passed, taken, sent, BOX,
                     )  # fmt: skip
-                    mbarrier.arrive(empty_values.index(half), count=1)
+                    scores = warpgroup_mma_wait(0, deps=(started,))
                     sent += 1
                     done += 1
+                stage = done % STAGES
+                words = hole_words(holes, stage, BOX)
+                num_left = seq_len - (stop - 1) * BLOCK_N
+                if num_left < BLOCK_N:
+                    for group in gl.static_range(left.shape[2] // 128):
+                        clear_rows(view_pairs(left.index(stage)).index(group), num_left)
+                        clear_rows(view_pairs(right.index(stage)).index(group), num_left)
+                mbarrier.arrive(empty_keys.index(stage), count=1)
+                max_score, weight_sum = _pass_on_weights(
+                    scores, words, stop - 1, rows, max_score, weight_sum, weights_tile, factors,
+                    passed, taken, sent, BOX,
+                )  # fmt: skip
+                sent += 1
+                done += 1
                 tiles += 1
 
             saw_none = weight_sum == 0.0
             weight_sum = gl.where(saw_none, 1.0, weight_sum)
-            factor = gl.where(saw_none, 0.0, latent_scale / weight_sum)
-            mbarrier.wait(taken.index(sent & 1), ((sent >> 1) & 1) ^ 1)
-            factors.index(sent & 1).store(factor)
-            mbarrier.arrive(passed.index(sent & 1), count=1)
+            slot = sent & 1
+            mbarrier.wait(taken.index(slot), ((sent >> 1) & 1) ^ 1)
+            factors.index(slot).store(gl.where(saw_none, 0.0, latent_scale / weight_sum))
+            mbarrier.arrive(passed.index(slot), count=1)
             sent += 1
             lse = max_score + gl.log2(weight_sum) - _WEIGHT_LOG2
             lse = gl.where(saw_none, -float("inf"), lse)
-            out = join_quarters((acc0, acc1, acc2, acc3), factor)
             if is_piece:
-                piece_row = piece.to(gl.int64) * slot_rows + tile * ROWS
-                store_half(out, pieces_ptr, piece_row, num_left, 0, 2 * HALF)
                 gl.store(piece_lses_ptr + piece.to(gl.int64) * slot_rows + row, lse, mask=mask_row)
             else:
-                store_half(out, out_ptr, first_row, num_left, 0, 2 * HALF)
                 gl.store(lse_ptr + start.to(gl.int64) * num_heads + row, lse * LN_2, mask=mask_row)
 
 
 @gluon.jit
-def _attend_right(
+def _sum_values(
     q_ptr,
     q,
     q_scales,
-    values,
+    keys,
     weights_tile,
     factors,
     barriers,
@@ -239,27 +260,29 @@ def _attend_right(
     cache_lengths_ptr,
     num_heads,
     slot_rows,
+    SIDE: gl.constexpr,
     GANG: gl.constexpr,
     ROW_DIM: gl.constexpr,
     ROPE_DIM: gl.constexpr,
     EXACT: gl.constexpr,
 ):
-    """The right half of the output, from weights and factors that ``_attend_left`` passes on.
+    """Half of the output, from weights and factors that ``_find_weights`` passes on.
 
     Half of the next queries too: those before were last read for scores that have arrived here.
     """
-    q_full, full_values, empty_values, passed, taken = barriers
-    HALF: gl.constexpr = values.type.shape[1]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF // 4, 32])
-    OF_ACC: gl.constexpr = gl.SliceLayout(1, ACC)
-    no_values = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
+    q_full, empty_keys, passed, taken = barriers
+    STAGES: gl.constexpr = keys.type.shape[0]
+    HALF: gl.constexpr = keys.type.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, ACC)
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     done = 0
     received = 0
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        start, num_tokens, _cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
+    for request in range(part[0], end):
+        start, num_tokens, _cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
         num_rows = num_tokens * num_heads
         is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
@@ -268,99 +291,58 @@ def _attend_right(
             if begin < stop:
                 quantise_query(
                     q_ptr, q, q_scales, layer_scales_ptr, first_row, num_left, done >> 30,
-                    SHARE_ROWS, ROW_DIM, ROPE_DIM,
+                    SIDE * SHARE_ROWS, ROW_DIM, ROPE_DIM,
                 )  # fmt: skip
                 mbarrier.arrive(q_full, count=1)
-            acc0 = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
-            acc1 = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
-            acc2 = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
-            acc3 = gl.zeros([ROWS, HALF // 4], gl.float32, ACC)
+            acc0 = gl.zeros([64, ROWS], gl.float32, ACC)
+            acc1 = gl.zeros([64, ROWS], gl.float32, ACC)
+            acc2 = gl.zeros([64, ROWS], gl.float32, ACC)
+            acc3 = gl.zeros([64, ROWS], gl.float32, ACC)
             for _ in range(begin, stop):
-                half = done & 1
+                stage = done % STAGES
                 slot = received & 1
                 mbarrier.wait(passed.index(slot), (received >> 1) & 1)
-                rescale = factors.index(slot).load(OF_ACC)
-                mbarrier.wait(full_values.index(half), (done >> 1) & 1)
-                acc0, acc1, acc2, acc3 = add_values(
-                    weights_tile.index(slot), values.index(half), (acc0, acc1, acc2, acc3),
-                    rescale, no_values, EXACT,
-                )  # fmt: skip
+                pairs = view_pairs(keys.index(stage))
+                even, odd = load_values(pairs.index(0), ACC)
+                weights = weights_tile.index(slot).permute((1, 0))
+                rescale = factors.index(slot).load(OF_ROW)
+                if gl.min(rescale, 0) < 1.0:
+                    acc0 = acc0 * gl.expand_dims(rescale, 0)
+                    acc1 = acc1 * gl.expand_dims(rescale, 0)
+                    acc2 = acc2 * gl.expand_dims(rescale, 0)
+                    acc3 = acc3 * gl.expand_dims(rescale, 0)
+                acc0 = add_values(even, weights, acc0, EXACT)
+                acc1 = add_values(odd, weights, acc1, EXACT)
+                if HALF == 256:
+                    even, odd = load_values(pairs.index(1), ACC)
+                    acc2 = add_values(even, weights, acc2, EXACT)
+                    acc3 = add_values(odd, weights, acc3, EXACT)
+                mbarrier.arrive(empty_keys.index(stage), count=1)
                 mbarrier.arrive(taken.index(slot), count=1)
-                mbarrier.arrive(empty_values.index(half), count=1)
                 received += 1
                 done += 1
-            mbarrier.wait(passed.index(received & 1), (received >> 1) & 1)
-            factor = factors.index(received & 1).load(OF_ACC)
-            mbarrier.arrive(taken.index(received & 1), count=1)
+            slot = received & 1
+            mbarrier.wait(passed.index(slot), (received >> 1) & 1)
+            factor = factors.index(slot).load(OF_ROW)
+            mbarrier.arrive(taken.index(slot), count=1)
             received += 1
-            out = join_quarters((acc0, acc1, acc2, acc3), factor)
+            out = join_columns((acc0, acc1, acc2, acc3), factor, HALF)
             if is_piece:
                 piece_row = piece.to(gl.int64) * slot_rows + tile * ROWS
-                store_half(out, pieces_ptr, piece_row, num_left, HALF, 2 * HALF)
+                store_half(out, pieces_ptr, piece_row, num_left, SIDE * HALF, 2 * HALF)
             else:
-                store_half(out, out_ptr, first_row, num_left, HALF, 2 * HALF)
+                store_half(out, out_ptr, first_row, num_left, SIDE * HALF, 2 * HALF)
 
 
 @gluon.jit
-def _load_pages(
-    table_ptr, block, seq_len, max_pages, lanes, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr
-):
-    """The page of each of a block's boxes; -1 where there is none."""
-    key = block * BLOCK_N + lanes * BOX
-    column = key // PAGE_SIZE
-    mask = (lanes < BLOCK_N // BOX) & (key < seq_len) & (column < max_pages)
-    return gl.load(table_ptr + column, mask=mask, other=-1)
-
-
-@gluon.jit
-def _fetch_block(
+def _fetch(
+    q_ptr,
     half_desc,
     rope_desc,
     keys,
     holes,
     full_keys,
     empty_keys,
-    page,
-    block,
-    fetched,
-    seq_len,
-    lanes,
-    PAGE_SIZE: gl.constexpr,
-    ROPE_DIM: gl.constexpr,
-):
-    """Start to fetch a block as the ring's ``fetched``-th; page -1 is where the TMA finds zeros."""
-    left, right, rope = keys
-    STAGES: gl.constexpr = left.shape[0]
-    HALF: gl.constexpr = left.shape[2]
-    BOX: gl.constexpr = half_desc.block_type.shape[0]
-    NUM_BYTES: gl.constexpr = BLOCK_N * (2 * HALF + (64 if ROPE_DIM > 0 else 0))
-    key = block * BLOCK_N + lanes * BOX
-    is_hole = (lanes < BLOCK_N // BOX) & (key < seq_len) & (page < 0)
-    holes_low = hole_word(is_hole, lanes, 0)
-    first_slot = page * PAGE_SIZE + key % PAGE_SIZE
-    stage = fetched % STAGES
-    mbarrier.wait(empty_keys.index(stage), ((fetched // STAGES) & 1) ^ 1)
-    full = full_keys.index(stage)
-    put(holes.index(stage * 2), holes_low)
-    mbarrier.expect(full, NUM_BYTES)
-    for box in gl.static_range(BLOCK_N // BOX):
-        slot = slot_of_box(first_slot, lanes, box)
-        load_tile(half_desc, [slot, 0], full, left.index(stage).slice(box * BOX, BOX, dim=0))
-        load_tile(half_desc, [slot, HALF], full, right.index(stage).slice(box * BOX, BOX, dim=0))
-        if ROPE_DIM > 0:
-            load_tile(
-                rope_desc, [slot, 2 * HALF], full, rope.index(stage).slice(box * BOX, BOX, dim=0)
-            )
-
-
-@gluon.jit
-def _fetch(
-    half_desc,
-    rope_desc,
-    keys,
-    values,
-    holes,
-    barriers,
     bounds_ptr,
     offsets_ptr,
     cache_lengths_ptr,
@@ -369,50 +351,56 @@ def _fetch(
     num_heads,
     GANG: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    ROW_DIM: gl.constexpr,
     ROPE_DIM: gl.constexpr,
 ):
-    """Keys and their transpose, by a warpgroup. Page ids are looked up a block before their use."""
-    left, right, _rope = keys
-    values_left, values_right = values
-    full_keys, empty_keys, full_values, empty_values = barriers
+    """Keys, by one warp. Page ids are looked up a block before their use, lengths a request."""
+    left, right, rope = keys
     STAGES: gl.constexpr = left.type.shape[0]
+    HALF: gl.constexpr = left.type.shape[2]
     BOX: gl.constexpr = half_desc.block_type.shape[0]
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    NUM_BYTES: gl.constexpr = BLOCK_N * (2 * HALF + (64 if ROPE_DIM > 0 else 0))
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     part = part_bounds(bounds_ptr, GANG)
+    end = end_request(part)
+    lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     fetched = 0
-    done = 0  # of them, transposed
-    for request in range(part[0], part[2] + gl.where(part[3] > 0, 1, 0)):
-        _, num_tokens, cached, begin, stop = request_share(
-            offsets_ptr, cache_lengths_ptr, request, part
-        )
-        seq_len = cached + num_tokens
+    for request in range(part[0], end):
+        _, num_tokens, cached, begin, stop = share_of(lengths, request, part)
+        lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
+        num_keys = gl.minimum(cached + num_tokens, stop * BLOCK_N)
         table_ptr = table_row(page_table_ptr, request, max_pages)
         num_tiles = gl.cdiv(num_tokens * num_heads, ROWS)
         if begin == stop:
             num_tiles = 0
-        for _ in range(gl.program_id(0) % GANG, num_tiles, GANG):
-            page = _load_pages(table_ptr, begin, seq_len, max_pages, lanes, PAGE_SIZE, BOX)
-            for block in range(begin + 1 - STAGES, stop):
-                ahead = block + STAGES - 1
-                if ahead < stop:
-                    _fetch_block(
-                        half_desc, rope_desc, keys, holes, full_keys, empty_keys, page, ahead,
-                        fetched, seq_len, lanes, PAGE_SIZE, ROPE_DIM,
-                    )  # fmt: skip
-                    fetched += 1
-                page = _load_pages(table_ptr, ahead + 1, seq_len, max_pages, lanes, PAGE_SIZE, BOX)
-                if block >= begin:
-                    stage = done % STAGES
-                    half = done & 1
-                    num_left = seq_len - block * BLOCK_N
-                    mbarrier.wait(full_keys.index(stage), (done // STAGES) & 1)
-                    mbarrier.wait(empty_values.index(half), ((done >> 1) & 1) ^ 1)
-                    transpose_half(left.index(stage), values_left.index(half), num_left)
-                    transpose_half(right.index(stage), values_right.index(half), num_left)
-                    fence_async_shared()
-                    mbarrier.arrive(full_values.index(half), count=1)
-                    mbarrier.arrive(empty_keys.index(stage), count=1)
-                    done += 1
+        for tile in range(gl.program_id(0) % GANG, num_tiles, GANG):
+            pages = find_box_pages(table_ptr, begin, num_keys, max_pages, lanes, PAGE_SIZE, BOX)
+            for block in range(begin, stop):
+                next_pages = find_box_pages(
+                    table_ptr, block + 1, num_keys, max_pages, lanes, PAGE_SIZE, BOX
+                )
+                first_slot = slots_of(pages, block * BLOCK_N + lanes * BOX, PAGE_SIZE)
+                is_hole = (pages < 0) & (lanes < BLOCK_N // BOX)
+                stage = fetched % STAGES
+                full = full_keys.index(stage)
+                mbarrier.wait(empty_keys.index(stage), ((fetched // STAGES) & 1) ^ 1)
+                put(holes.index(stage * 2), hole_word(is_hole, lanes, 0))
+                mbarrier.expect(full, NUM_BYTES)
+                for box in gl.static_range(BLOCK_N // BOX):
+                    slot = slot_of_box(first_slot, lanes, box)
+                    rows = left.index(stage).slice(box * BOX, BOX, dim=0)
+                    load_tile(half_desc, [slot, 0], full, rows)
+                    rows = right.index(stage).slice(box * BOX, BOX, dim=0)
+                    load_tile(half_desc, [slot, HALF], full, rows)
+                    if ROPE_DIM > 0:
+                        rows = rope.index(stage).slice(box * BOX, BOX, dim=0)
+                        load_tile(rope_desc, [slot, 2 * HALF], full, rows)
+                if (block == begin) & (tile < GANG):
+                    prefetch_query(
+                        q_ptr, lengths, num_heads, num_heads * ROW_DIM, ROW_DIM, GANG, ROWS, ROW_DIM
+                    )
+                pages = next_pages
+                fetched += 1
 
 
 @gluon.jit(
@@ -448,6 +436,7 @@ def _mla_decode_many_fp8_kernel(
     EXACT: gl.constexpr,
     LN_2: gl.constexpr,
 ):
+    gdc_launch_dependents()  # a merge that waits for all of this may start
     E4M3: gl.constexpr = half_desc.dtype
     HALF: gl.constexpr = LATENT_DIM // 2
     ROW_DIM: gl.constexpr = LATENT_DIM + ROPE_DIM
@@ -459,109 +448,99 @@ def _mla_decode_many_fp8_kernel(
     left = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, HALF], half_desc.layout)
     right = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, HALF], half_desc.layout)
     rope = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, 64], rope_desc.layout)
-    values_left = gl.allocate_shared_memory(E4M3, [2, HALF, BLOCK_N], short_rows)
-    values_right = gl.allocate_shared_memory(E4M3, [2, HALF, BLOCK_N], short_rows)
     weights_tile = gl.allocate_shared_memory(E4M3, [2, ROWS, BLOCK_N], short_rows)
     q_scales = gl.allocate_shared_memory(gl.float32, [ROWS], one)
     factors = gl.allocate_shared_memory(gl.float32, [2, ROWS], one)
     holes = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], one)
-    q_full = make_barriers(1, 1)
+    q_full = make_barriers(1, 2)
     full_keys = make_barriers(STAGES, 1)
-    empty_keys = make_barriers(STAGES, 2)
-    full_values = make_barriers(2, 1)
-    empty_values = make_barriers(2, 2)
+    empty_keys = make_barriers(STAGES, 3)
     passed = make_barriers(2, 1)
-    taken = make_barriers(2, 1)
+    taken = make_barriers(2, 2)
     fence_async_shared()
     q = (q_left, q_right, q_rope)
     keys = (left, right, rope)
     first_padding = gl.load(offsets_ptr + num_requests) * num_heads
     clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
+    barriers = (q_full.index(0), empty_keys, passed, taken)
     gl.warp_specialize(
         [
             (
-                _attend_left,
+                _sum_values,
                 (
-                    q_ptr, q, q_scales, keys, values_left, weights_tile, factors, holes,
-                    (q_full.index(0), full_keys, empty_keys, full_values, empty_values, passed,
-                     taken),
-                    out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, layer_scales_ptr, bounds_ptr,
-                    offsets_ptr, cache_lengths_ptr, page_table_ptr, scale_log2, max_pages,
-                    num_heads, slot_rows, GANG, PAGE_SIZE, BOX, ROW_DIM, ROPE_DIM,
-                    EXACT, LN_2,
+                    q_ptr, q, q_scales, left, weights_tile, factors, barriers, out_ptr, pieces_ptr,
+                    layer_scales_ptr, bounds_ptr, offsets_ptr, cache_lengths_ptr, num_heads,
+                    slot_rows, 0, GANG, ROW_DIM, ROPE_DIM, EXACT,
                 ),
             ),
             (
-                _attend_right,
+                _sum_values,
                 (
-                    q_ptr, q, q_scales, values_right, weights_tile, factors,
-                    (q_full.index(0), full_values, empty_values, passed, taken),
-                    out_ptr, pieces_ptr, layer_scales_ptr, bounds_ptr, offsets_ptr,
-                    cache_lengths_ptr, num_heads, slot_rows, GANG, ROW_DIM, ROPE_DIM, EXACT,
+                    q_ptr, q, q_scales, right, weights_tile, factors, barriers, out_ptr, pieces_ptr,
+                    layer_scales_ptr, bounds_ptr, offsets_ptr, cache_lengths_ptr, num_heads,
+                    slot_rows, 1, GANG, ROW_DIM, ROPE_DIM, EXACT,
+                ),
+            ),
+            (
+                _find_weights,
+                (
+                    q, q_scales, keys, weights_tile, factors, holes,
+                    (q_full.index(0), full_keys, empty_keys, passed, taken), lse_ptr,
+                    piece_lses_ptr, layer_scales_ptr, bounds_ptr, offsets_ptr, cache_lengths_ptr,
+                    page_table_ptr, scale_log2, max_pages, num_heads, slot_rows, GANG, PAGE_SIZE,
+                    BOX, ROPE_DIM, LN_2,
                 ),
             ),
             (
                 _fetch,
                 (
-                    half_desc, rope_desc, keys, (values_left, values_right), holes,
-                    (full_keys, empty_keys, full_values, empty_values),
-                    bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages,
-                    num_heads, GANG, PAGE_SIZE, ROPE_DIM,
+                    q_ptr, half_desc, rope_desc, keys, holes, full_keys, empty_keys, bounds_ptr,
+                    offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads, GANG,
+                    PAGE_SIZE, ROW_DIM, ROPE_DIM,
                 ),
             ),
         ],
-        [4, 4],
-        [208, 72],
+        [4, 4, 1],
+        [184, 112, 32],
     )  # fmt: skip
 
 
-def mla_decode_many_fp8(
-    q: Tensor,
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-    *,
-    q_terms: int = 2,
-    exact: bool = True,
-) -> None:
-    """Fill the rows of requests that are not cut, the pieces of those that are, and padding."""
-    grid, arguments, options = _call(
-        q, pages, batch, softmax_scale, out, lse, schedule, q_terms, exact
-    )
-    _mla_decode_many_fp8_kernel[grid](**arguments, **options)
+def _query_fields(q: Tensor, fmt: CacheFormat) -> dict[str, Any]:
+    return {"q_ptr": q.reshape(-1, fmt.row_dim)}  # a copy where heads are not one behind another
 
 
-def _call(
-    q: Tensor,
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-    q_terms: int,
-    exact: bool,
-) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
-    """The launch's grid, arguments and options."""
-    fmt, work = pages.format, schedule.work
+def _page_fields(pages: LayerPages) -> dict[str, Any]:
+    fmt, box = pages.format, box_keys(pages.page_size)
     rows = pages.latent.as_strided((pages.num_slots, fmt.row_dim), (pages.latent.stride(1), 1))
-    box = box_keys(pages.page_size)
-    arguments = {
-        **decode_fields(pages, batch, softmax_scale, out, lse, schedule),
-        "q_ptr": q.reshape(-1, fmt.row_dim),  # a copy where heads are not one behind another
+    return {
         "half_desc": tile_descriptor(rows, (box, fmt.kv_lora_rank // 2)),
         "rope_desc": tile_descriptor(rows, (box, 64)),
         "layer_scales_ptr": pages.layer_scales,
-        # a second term of queries takes the place of a third block of keys
-        "STAGES": 2 if q_terms == 2 and fmt.kv_lora_rank == 512 else 3,
+    }
+
+
+def _constants(
+    q: Tensor, pages: LayerPages, work: Work, q_terms: int, exact: bool
+) -> dict[str, Any]:
+    return {
+        "STAGES": 4,
         "Q_TERMS": q_terms,
         "EXACT": exact,
     }
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    return (work.num_parts * work.gang,), arguments, options
+
+
+def _kernel(q_terms: int, exact: bool) -> Kernel:
+    return Kernel(
+        _mla_decode_many_fp8_kernel,
+        _query_fields,
+        _page_fields,
+        partial(_constants, q_terms=q_terms, exact=exact),
+        {"num_warps": 4, "enable_fp_fusion": True},
+    )
+
+
+KERNEL = _kernel(q_terms=2, exact=True)
+FAST_KERNEL = _kernel(q_terms=1, exact=False)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -584,12 +563,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         fmt = CacheFormat("fp8", latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
         q = torch.empty(1, 64 * gang, fmt.row_dim, dtype=dtype)
-        out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, 64 * gang)
-        batch = PagedBatch([0, 1], [0], [[0]])
-        work = Work(132 // gang, gang, 64, 64)
-        schedule = make_schedule(batch, 64 * gang, 1, latent_dim, work)
-        _, arguments, options = _call(q, pages, batch, 0.1, out, lse, schedule, q_terms, exact)
         terms = f"q{q_terms}-{'exact' if exact else 'fast'}"
         label = f"{dtype}-L{latent_dim}-R{rope_dim}-gang{gang}-page{page_size}-{terms}"
         label = label.replace("torch.", "")
-        yield config_of_call(_mla_decode_many_fp8_kernel, label, arguments, options, **SMALL_SPILLS)
+        kernel, work = _kernel(q_terms, exact), Work(132 // gang, gang, 64, 64)
+        yield shipped_config(kernel, label, q, pages, work, **_SPILLS)

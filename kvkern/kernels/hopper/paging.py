@@ -1,18 +1,10 @@
 """What Gluon's decode kernels share: their part of the schedule, and rows that are not there."""
 
-from typing import Any
-
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kvkern.cache.batch import PagedBatch
-from kvkern.cache.storage import LayerPages
-from kvkern.kernels.hopper.compat import copy_values
-from kvkern.kernels.numerics import LN_2
-from kvkern.kernels.schedule import Schedule
+from kvkern.kernels.hopper.compat import copy_values, load_tile, view_tile
 
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # keys a block
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a program, where there are many
@@ -36,6 +28,11 @@ WIDE_256: gl.constexpr = gl.constexpr(
         [64, 256],
     )
 )
+# of four warps that copy rows: the 16 of a warp, two lanes a row; and all keys in each warp
+ROWS_OF_WARP: gl.constexpr = gl.constexpr(
+    gl.SliceLayout(1, gl.BlockedLayout([1, 1], [16, 2], [4, 1], [0, 1]))
+)
+KEYS_OF_BLOCK: gl.constexpr = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 
 
 def box_keys(page_size: int) -> int:
@@ -43,39 +40,6 @@ def box_keys(page_size: int) -> int:
     if page_size % 64 == 0:
         return 64
     return page_size if page_size in (16, 32) else 0
-
-
-def decode_fields(
-    pages: LayerPages,
-    batch: PagedBatch,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-) -> dict[str, Any]:
-    """Arguments that each decode kernel has: all but the query and the pages themselves."""
-    return {
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "pieces_ptr": schedule.outs,
-        "piece_lses_ptr": schedule.lses,
-        "bounds_ptr": schedule.bounds,
-        "offsets_ptr": batch.input_row_offsets,
-        "cache_lengths_ptr": batch.cache_lengths,
-        "page_table_ptr": batch.page_table,
-        "scale_log2": softmax_scale / LN_2,
-        "num_requests": batch.num_requests,
-        "num_tokens": out.shape[0],
-        "num_heads": out.shape[1],
-        "max_pages": batch.max_pages,
-        "slot_rows": schedule.outs.shape[1],
-        "PAGE_SIZE": pages.page_size,
-        "BOX": max(box_keys(pages.page_size), 1),
-        "LATENT_DIM": pages.format.kv_lora_rank,
-        "ROPE_DIM": pages.format.rope_dim,
-        "GANG": schedule.work.gang,
-        "LN_2": LN_2,
-    }
 
 
 @gluon.jit
@@ -94,16 +58,36 @@ def part_bounds(bounds_ptr, GANG: gl.constexpr):
 
 
 @gluon.jit
-def request_share(offsets_ptr, cache_lengths_ptr, request, part):
+def end_request(part):
+    """One past the last request that a part may have blocks of."""
+    return part[2] + gl.where(part[3] > 0, 1, 0)
+
+
+@gluon.jit
+def load_lengths(offsets_ptr, cache_lengths_ptr, request, end):
+    """A request's first token, the next request's, and its cached length; 0 from ``end`` on."""
+    is_there = request < end
+    start = gl.load(offsets_ptr + request, mask=is_there, other=0)
+    next_start = gl.load(offsets_ptr + request + 1, mask=is_there, other=0)
+    return start, next_start, gl.load(cache_lengths_ptr + request, mask=is_there, other=0)
+
+
+@gluon.jit
+def share_of(lengths, request, part):
     """Its tokens, cached length, and the blocks of it that this part takes."""
     first_request, first_block, last_request, last_block = part
-    start = gl.load(offsets_ptr + request)
-    end = gl.load(offsets_ptr + request + 1)
-    cached = gl.load(cache_lengths_ptr + request)
-    num_blocks = gl.cdiv(cached + end - start, BLOCK_N)
+    start, next_start, cached = lengths
+    num_tokens = next_start - start
+    num_blocks = gl.cdiv(cached + num_tokens, BLOCK_N)
     begin = gl.where(request == first_request, first_block, 0)
     stop = gl.where(request == last_request, gl.minimum(last_block, num_blocks), num_blocks)
-    return start, end - start, cached, gl.minimum(begin, stop), stop
+    return start, num_tokens, cached, gl.minimum(begin, stop), stop
+
+
+@gluon.jit
+def request_share(offsets_ptr, cache_lengths_ptr, request, part):
+    start, next_start = gl.load(offsets_ptr + request), gl.load(offsets_ptr + request + 1)
+    return share_of((start, next_start, gl.load(cache_lengths_ptr + request)), request, part)
 
 
 @gluon.jit
@@ -123,25 +107,39 @@ def piece_of(part, request, GANG: gl.constexpr):
 @gluon.jit
 def visible_keys(table_ptr, position, mask_row, seq_len, max_pages, PAGE_SIZE: gl.constexpr):
     """How many keys each row sees, and the fewest of a row that is there; padding sees none."""
-    column = position // PAGE_SIZE
-    own_page = gl.load(table_ptr + column, mask=mask_row & (column < max_pages), other=-1)
+    num_keys = gl.where(mask_row, seq_len, 0)
+    own_page = find_pages(table_ptr, position, num_keys, max_pages, PAGE_SIZE)
+    return count_visible(own_page, position, mask_row, seq_len)
+
+
+@gluon.jit
+def count_visible(own_page, position, mask_row, seq_len):
+    """The same, when the page of each row's own key has been found."""
     num_visible = gl.where(own_page >= 0, position + 1, 0)
     return num_visible, gl.min(gl.where(mask_row, num_visible, seq_len), 0)
 
 
 @gluon.jit
-def find_boxes(
-    table_ptr, block, seq_len, max_pages, lanes, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr
-):
-    """First slot of each of a block's boxes, a lane each, and the word of its holes.
-
-    A page of -1 is outside the cache, where the TMA finds zeros.
-    """
-    key = block * BLOCK_N + lanes * BOX
+def find_pages(table_ptr, key, num_keys, max_pages, PAGE_SIZE: gl.constexpr):
+    """The page of each key; -1, which is outside the cache, from ``num_keys`` on."""
     column = key // PAGE_SIZE
-    is_there = (lanes < BLOCK_N // BOX) & (key < seq_len)
-    page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
-    return page * PAGE_SIZE + key % PAGE_SIZE, hole_word(is_there & (page < 0), lanes, 0)
+    is_there = (key < num_keys) & (column < max_pages)
+    return gl.load(table_ptr + column, mask=is_there, other=-1)
+
+
+@gluon.jit
+def find_box_pages(
+    table_ptr, block, num_keys, max_pages, lanes, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr
+):
+    """The page of each of a block's boxes, a lane each; -1 in lanes that have none."""
+    num_keys = gl.where(lanes < BLOCK_N // BOX, num_keys, 0)
+    return find_pages(table_ptr, block * BLOCK_N + lanes * BOX, num_keys, max_pages, PAGE_SIZE)
+
+
+@gluon.jit
+def slots_of(pages, key, PAGE_SIZE: gl.constexpr):
+    """Where keys on these pages are. On a page of -1 it is negative: there the TMA finds zeros."""
+    return pages * PAGE_SIZE + key % PAGE_SIZE
 
 
 @gluon.jit
@@ -150,21 +148,34 @@ def slot_of_box(first_slot, lanes, box):
 
 
 @gluon.jit
-def find_holes(table_ptr, block, seq_len, max_pages, PAGE_SIZE: gl.constexpr):
-    """Both words of a block's holes, a bit a key."""
-    KEYS: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    offs_n = gl.arange(0, BLOCK_N, layout=KEYS)
-    key = block * BLOCK_N + offs_n
-    column = key // PAGE_SIZE
-    is_there = key < seq_len
-    page = gl.load(table_ptr + column, mask=is_there & (column < max_pages), other=-1)
-    is_hole = is_there & (page < 0)
-    return hole_word(is_hole, offs_n, 0), hole_word(is_hole, offs_n, 32)
+def fetch_block(wide_desc, narrow_desc, ring, stage, first_slot, lanes, column, barrier, zero):
+    """Columns of a block from ``column`` on, in boxes as wide as the tile or of 64. One warp.
+
+    Several boxes a block are fetched in a loop, which ``zero`` hides the length of: unrolled, they
+    would take more registers than there are. 64 columns of a tile lie together in shared memory.
+    """
+    BOX: gl.constexpr = narrow_desc.block_type.shape[0]
+    NUM_BOXES: gl.constexpr = BLOCK_N // BOX
+    NUM_CHUNKS: gl.constexpr = ring.type.shape[2] // 64
+    if NUM_BOXES == 1:
+        slot = slot_of_box(first_slot, lanes, 0)
+        load_tile(wide_desc, [slot, column], barrier, ring.index(stage))
+    else:
+        NUM_TILES: gl.constexpr = ring.type.shape[0] * NUM_CHUNKS * NUM_BOXES
+        tiles = view_tile(ring, ring.dtype, [NUM_TILES, BOX, 64], narrow_desc.layout)
+        for chunk in range(zero, NUM_CHUNKS):
+            for box in gl.static_range(NUM_BOXES):
+                slot = slot_of_box(first_slot, lanes, box)
+                tile = tiles.index((stage * NUM_CHUNKS + chunk) * NUM_BOXES + box)
+                load_tile(narrow_desc, [slot, column + chunk * 64], barrier, tile)
 
 
 @gluon.jit
 def hole_word(is_hole, index, FIRST: gl.constexpr):
-    """A bit for each of 32 boxes of a block that lies on a page of -1."""
+    """A bit for each of 32 boxes of a block that lies on a page of -1.
+
+    It may be set for boxes past a request's end too: no row sees those.
+    """
     is_mine = is_hole & (index >= FIRST) & (index < FIRST + 32)
     return gl.sum(gl.where(is_mine, 1 << (index - FIRST), 0), 0)
 
@@ -207,43 +218,98 @@ def mask_scores(scores, holes, block, num_visible, min_visible, BOX: gl.constexp
 
 
 @gluon.jit
-def copy_rows(
-    tile,
-    rows_ptr,
-    table_ptr,
-    first_key,
-    seq_len,
-    max_pages,
-    column,
-    num_columns,
-    PAGE_SIZE: gl.constexpr,
-    ROW_DIM: gl.constexpr,
-):
-    """Start to copy columns of a block's rows from any pages; zeros where there is none.
-
-    Each row starts at a multiple of 16 bytes, which is what a copy takes.
-    """
-    THREADS: gl.constexpr = min(tile.shape[1] // 8, 32)
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
+def find_row_pages(table_ptr, block, num_keys, max_pages, PAGE_SIZE: gl.constexpr):
+    """Pages of a block's keys: of the rows that a warp copies, and of all in each warp."""
+    first_key = block * BLOCK_N
+    key = first_key + gl.arange(0, BLOCK_N, layout=ROWS_OF_WARP)
+    any_key = first_key + gl.arange(0, BLOCK_N, layout=KEYS_OF_BLOCK)
+    return (
+        find_pages(table_ptr, key, num_keys, max_pages, PAGE_SIZE),
+        find_pages(table_ptr, any_key, num_keys, max_pages, PAGE_SIZE),
     )
-    key = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
-    page_column = key // PAGE_SIZE
-    is_there = (key < seq_len) & (page_column < max_pages)
-    page = gl.load(table_ptr + page_column, mask=is_there, other=-1)
-    slot = page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
-    offs = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    ptrs = rows_ptr + gl.expand_dims(slot * ROW_DIM, 1) + gl.expand_dims(column + offs, 0)
-    mask = gl.expand_dims(page >= 0, 1) & gl.expand_dims(offs < num_columns, 0)
-    copy_values(tile, ptrs, mask=mask)
 
 
 @gluon.jit
-def pass_on_copies(full, stage, NUM_UNDER_WAY: gl.constexpr):
-    """Wait for all but the last copies, and arrive for a stage that they filled."""
-    async_copy.wait_group(NUM_UNDER_WAY)
-    fence_async_shared()
-    mbarrier.arrive(full.index(stage), count=1)
+def put_holes(holes, stage, pages):
+    """Both words of a block's holes, a bit a key."""
+    offs_n = gl.arange(0, BLOCK_N, layout=KEYS_OF_BLOCK)
+    put(holes.index(stage * 2), hole_word(pages < 0, offs_n, 0))
+    put(holes.index(stage * 2 + 1), hole_word(pages < 0, offs_n, 32))
+
+
+@gluon.jit
+def row_slots(pages, block, PAGE_SIZE: gl.constexpr):
+    """Where the rows are that a warp copies."""
+    key = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=ROWS_OF_WARP)
+    return slots_of(pages, key, PAGE_SIZE)
+
+
+@gluon.jit
+def copy_rows(tile, rows_ptr, slots, column, NUM_COLUMNS: gl.constexpr, ROW_DIM: gl.constexpr):
+    """Start to copy columns of a block's rows; zeros where a slot is negative. Four warps.
+
+    Each row starts at a multiple of 16 bytes, which is what a thread copies.
+    """
+    THREADS: gl.constexpr = min(tile.shape[1] // 8, 32)  # a row
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [THREADS // 2, 8], [32 // THREADS, THREADS], [4, 1], [1, 0]
+    )
+    slots = gl.expand_dims(gl.convert_layout(slots, gl.SliceLayout(1, LAYOUT)), 1)
+    offs = gl.expand_dims(gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
+    ptrs = rows_ptr + slots.to(gl.int64) * ROW_DIM + (column + offs)
+    copy_values(tile, ptrs, mask=(slots >= 0) & (offs < NUM_COLUMNS))
+
+
+@gluon.jit
+def prefetch(address, num_bytes):
+    """Ask the L2 for memory, by an instruction of each thread; 0 bytes: for nothing.
+
+    Both are multiples of 16.
+    """
+    gl.inline_asm_elementwise(
+        """{ .reg .pred p; setp.ne.u32 p, $2, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+        "=r,l,r",
+        [address, num_bytes],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def prefetch_query(
+    q_ptr,
+    lengths,
+    num_heads,
+    stride_q_token,
+    stride_q_head,
+    GANG: gl.constexpr,
+    ROWS: gl.constexpr,
+    Q_DIM: gl.constexpr,
+):
+    """Ask the L2 for a request's first tile of query rows, where they are one run of memory."""
+    NUM_THREADS: gl.constexpr = 32 * gl.num_warps()
+    thread = gl.arange(0, NUM_THREADS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    start, next_start, _cached = lengths
+    tile_row = gl.program_id(0) % GANG * ROWS
+    num_rows = gl.minimum((next_start - start) * num_heads - tile_row, ROWS)
+    is_run = (stride_q_head == Q_DIM) & (stride_q_token == num_heads * Q_DIM)
+    is_wanted = is_run & (num_rows > 0) & (thread == 0)
+    first_row = start.to(gl.int64) * num_heads + tile_row
+    address = (q_ptr + first_row * Q_DIM).to(gl.int64) & -16
+    prefetch(gl.where(is_wanted, address, 0), gl.where(is_wanted, num_rows * Q_DIM * 2, 0))
+
+
+@gluon.jit
+def prefetch_rows(rows_ptr, slots, member, GANG: gl.constexpr, NUM_BYTES, ROW_DIM: gl.constexpr):
+    """Ask the L2 for this member's share of a block's rows."""
+    row = gl.expand_dims(gl.arange(0, BLOCK_N, layout=ROWS_OF_WARP), 1)
+    slots = gl.expand_dims(slots, 1)
+    is_first = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, slots.type.layout)) == 0, 0)
+    is_mine = (slots >= 0) & (row % GANG == member) & is_first  # both lanes of a row hold it
+    address = (rows_ptr + slots.to(gl.int64) * ROW_DIM).to(gl.int64)
+    prefetch(gl.where(is_mine, address, 0), gl.where(is_mine, NUM_BYTES, 0))
 
 
 @gluon.jit
