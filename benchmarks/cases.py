@@ -22,7 +22,7 @@ from kvkern import (
 )
 from kvkern.layout import E4M3_MAX, FormatName
 from kvkern.reference.mla_decode import attend, request_rows
-from kvkern.testing.budget import assert_within_budget
+from kvkern.testing.budget import assert_within_budget, decode_by_e4m3_weights
 from kvkern.testing.inputs import POISON, rope_freqs
 
 _PAGE_SIZE = 64  # the one that every peer takes
@@ -91,6 +91,12 @@ class Case:
     @property
     def num_tokens(self) -> int:
         return self.num_requests * self.query_len
+
+    @property
+    def may_have_e4m3_weights(self) -> bool:
+        """Whether fp8 tensor cores multiply weights and values, as kvkern's do with many rows."""
+        rows = self.model.num_heads * self.query_len
+        return self.op == "mla_decode" and self.format == "fp8" and rows > 32
 
     @property
     def cached_len(self) -> int:
@@ -421,7 +427,11 @@ class DecodeStep(Step):
             return mla_decode(q, view, softmax_scale=scale, backend="reference")
 
         q = sample(self.q if q is None else q)
-        _judge(got, sample, reference(q.double()), reference(q))
+        rounded = reference(q)
+        if self.case.may_have_e4m3_weights:
+            scale = self.case.model.softmax_scale
+            rounded = (decode_by_e4m3_weights(q, view, softmax_scale=scale), *rounded[1:])
+        _judge(got, sample, reference(q.double()), rounded)
 
 
 class PrefillStep(Step):

@@ -30,6 +30,7 @@ TINY_CASES = (
     Case("mla_decode", TINY, 3, 4, 70, page_size=1),
     Case("mla_decode", TINY, 5, 2, 70, ragged=True),
     Case("mla_decode", TINY, 5, 1, 70, "fp8_ds_mla", page_size=16, ragged=True),
+    Case("mla_decode", TINY, 2, 20, 70, "fp8"),
 )
 MACHINE = {"copy_gb_s": 1.0, "matmul_tflop_s": 1.0}
 
@@ -105,6 +106,11 @@ def test_prefill_work_is_counted_by_hand():
     assert cached.num_bytes - new.num_bytes == 2 * 30 * 1152 + 2 * weights
     more_pairs = 2 * 10 * 30 * 16 * 2 * (192 + 128)
     assert cached.num_flops - new.num_flops == more_pairs + 2 * (2 * 30) * weights
+
+
+def test_only_fp8_with_many_rows_may_have_e4m3_weights():
+    of = {case.name for case in TINY_CASES if case.may_have_e4m3_weights}
+    assert of == {TINY_CASES[12].name}
 
 
 def test_every_case_has_a_format_and_a_name_of_its_own():
@@ -183,6 +189,7 @@ def cached_context_of_other_weights(*args, w_uk, **options):
         (TINY_CASES[0], larger_eps),
         (TINY_CASES[1], query_left_out),
         (TINY_CASES[3], larger_scale),
+        (TINY_CASES[12], larger_scale),
         (Case("mla_decode", TINY, 8, 1, 9), nan_where_nobody_samples),
         (TINY_CASES[10], last_key_unseen_by_the_longest),
         (TINY_CASES[4], shuffled_rope_keys),
@@ -320,7 +327,7 @@ def test_runner_writes_whole_json_lines(tmp_path, capsys):
     file = tmp_path / "results" / "cpu.jsonl"
     arguments = ["--device", "cpu", "--out", str(file)]
     assert run.main(arguments, TINY_CASES) == 0
-    assert run.main([*arguments, "--op", "mla_decode", "--case", "fp8-"], TINY_CASES) == 0
+    assert run.main([*arguments, "--op", "mla_decode", "--case", "fp8-B3"], TINY_CASES) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["case"] for row in rows] == [*(case.name for case in TINY_CASES), rows[3]["case"]]
     for row in rows:

