@@ -397,16 +397,16 @@ class DecodeStep(Step):
     def kvkern(self) -> Implementation:
         return self.by("kvkern")
 
-    def by(self, name: str, **options: Any) -> Implementation:
-        """kvkern's op, with other options than the defaults."""
-        scale = self.case.model.softmax_scale
+    def by(self, name: str, q: Tensor | None = None, **options: Any) -> Implementation:
+        """kvkern's op, with other options than the defaults; ``q``: another query."""
+        scale, query = self.case.model.softmax_scale, self.q if q is None else q
 
         def call() -> tuple[Tensor, ...]:
-            return mla_decode(self.q, self.view, softmax_scale=scale, **options)
+            return mla_decode(query, self.view, softmax_scale=scale, **options)
 
         def first() -> None:
             first_layer = self.cache.view(0, self.batch)
-            mla_decode(self.q, first_layer, softmax_scale=scale, **options)
+            mla_decode(query, first_layer, softmax_scale=scale, **options)
 
         def check() -> None:
             first()

@@ -181,6 +181,21 @@ def kvkern_fast(step: DecodeStep) -> Implementation | None:
     return step.by("kvkern_fast", use_fast_accum=True)
 
 
+def kvkern_fp8_query(step: DecodeStep) -> Implementation | None:
+    """The query in e4m3, as ``write_kv`` can make it and fp8 kernels elsewhere want it."""
+    if step.device.type != "cuda" or not step.case.may_have_e4m3_weights:
+        return None
+    q, q_scale = step.q.to(_E4M3), torch.ones(1, device=step.device)
+    mine = step.by("kvkern_fp8_query", q=q, q_scale=q_scale, backend="hopper")
+
+    def check() -> None:
+        assert mine.first is not None
+        mine.first()
+        step.check(mine.call(), q=q.to(step.q.dtype))
+
+    return mine._replace(check=check, note="fp8 query")
+
+
 def _named(step: DecodeStep, backend: str) -> Implementation | None:
     if step.device.type != "cuda":
         return None
@@ -384,6 +399,7 @@ _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {
         kvkern_triton,
         kvkern_invariant,
         kvkern_fast,
+        kvkern_fp8_query,
         flash_mla,
         flashinfer_mla,
         fa3_mla,

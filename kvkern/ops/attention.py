@@ -1,6 +1,6 @@
 """Attention over the paged latent cache, and the merge of partial results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,6 +10,8 @@ from kvkern.backends import DecodeCall, choose
 from kvkern.cache.storage import CacheView
 from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.ops._sizes import FLOATS64, Sizes
+
+_E4M3 = torch.float8_e4m3fn
 
 
 class AttentionOutput(NamedTuple):
@@ -24,6 +26,7 @@ def mla_decode(
     cache: CacheView,
     *,
     softmax_scale: float,
+    q_scale: Tensor | None = None,
     out: Tensor | None = None,
     num_splits: int | None = None,
     deterministic: Literal["run_to_run", "batch_invariant"] = "run_to_run",
@@ -39,12 +42,16 @@ def mla_decode(
 
     Args:
         q: ``[T, H, L+R]``, bf16, fp16 or fp32 (fp64: reference only), last dim contiguous; any
-            number of heads.
+            number of heads. Or e4m3 with ``q_scale``, as ``write_kv`` makes it: backend
+            ``"hopper"``, by name, multiplies it as it is on an fp8 cache with more than 32 rows;
+            otherwise it is dequantised to bf16 first.
         cache: ``PagedKVCache.view(layer, batch)`` in any format. Cached values are dequantised
             and, if need be, rounded to q's dtype.
         softmax_scale: multiplies the scores; for MLA ``(nope + rope) ** -0.5`` of the model's
             head dims, times any YaRN correction: never ``(L + R) ** -0.5``.
-        out: ``[T, H, L]`` in q's dtype, contiguous, filled if given; must not overlap q.
+        q_scale: fp32 ``[1]``, with e4m3 q only: real query = stored x ``q_scale``.
+        out: ``[T, H, L]`` in q's dtype, bf16 for e4m3 q, contiguous, filled if given; must not
+            overlap q.
         num_splits: into how many parts each request's keys are cut; the default fills the card.
             Another number regroups the sums: equal up to rounding.
         deterministic: ``"run_to_run"``: the same call gives the same bits. ``"batch_invariant"``:
@@ -71,20 +78,26 @@ def mla_decode(
 
     Source: arXiv:2405.04434, section 2.1.2 (the absorbed form); arXiv:2205.14135 (online softmax).
     """
-    key = _kind_of_decode(
-        q, cache, softmax_scale, out, num_splits, deterministic, use_fast_accum, backend
-    )
+    tensors = (q, q_scale, out)
+    options = (softmax_scale, num_splits, deterministic, use_fast_accum, backend)
+    key = _kind_of_decode(cache, tensors, options)
     again = _KNOWN.get(key)
     if again is not None:
         cache.batch.check_num_tokens("q", q.shape[0])
         if out is None:
-            out = q.new_empty(q.shape[0], q.shape[1], cache.pages.format.kv_lora_rank)
+            shape = (q.shape[0], q.shape[1], cache.pages.format.kv_lora_rank)
+            out = q.new_empty(shape, dtype=q.dtype if q_scale is None else torch.bfloat16)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        again(q, cache.pages, cache.batch, out, lse)
+        again(q, cache.pages, cache.batch, out, lse, q_scale)
         return AttentionOutput(out, lse)
     fmt = cache.format
-    sizes = Sizes(cache.pages.device, L=fmt.kv_lora_rank, K=fmt.row_dim)
-    sizes.match("q", q, "T H K", *FLOATS64, strides="rows")
+    sizes = Sizes(cache.pages.device, L=fmt.kv_lora_rank, K=fmt.row_dim, **{"1": 1})
+    sizes.match("q", q, "T H K", *FLOATS64, _E4M3, strides="rows")
+    out_dtype = torch.bfloat16 if q.dtype == _E4M3 else q.dtype
+    if (q_scale is None) == (q.dtype == _E4M3):
+        raise ArgumentError(f"q_scale: want it with e4m3 q and no other, got q in {q.dtype}")
+    if q_scale is not None:
+        sizes.match("q_scale", q_scale, "1", torch.float32)
     cache.batch.check_num_tokens("q", len(q))
     _check_scale(softmax_scale)
     if num_splits is not None and num_splits < 1:
@@ -97,15 +110,23 @@ def mla_decode(
     if is_invariant and num_splits is not None:
         raise ArgumentError(f"num_splits: want None with batch_invariant, got {num_splits}")
     if out is None:
-        out = q.new_empty(q.shape[0], q.shape[1], fmt.kv_lora_rank)
-    sizes.match("out", out, "T H L", q.dtype)
+        out = q.new_empty(q.shape[0], q.shape[1], fmt.kv_lora_rank, dtype=out_dtype)
+    sizes.match("out", out, "T H L", out_dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    scales: dict[str, Tensor] = {}
+    if q_scale is not None:
+        if backend == "hopper":
+            scales["q_scale"] = q_scale
+        else:
+            q = (q.float() * q_scale).to(out_dtype)
     batch, pages = cache.batch, cache.pages
     max_rows = None if batch.max_query_len is None else batch.max_query_len * q.shape[1]
     call = DecodeCall(q.dtype, fmt, pages.page_size, num_splits, is_invariant, max_rows)
     run = choose("mla_decode", backend, q.device, q.dtype, call)
-    again = run(q, pages, batch, softmax_scale, num_splits, is_invariant, use_fast_accum, out, lse)
-    if again is not None:
+    again = run(
+        q, pages, batch, softmax_scale, num_splits, is_invariant, use_fast_accum, out, lse, **scales
+    )
+    if again is not None and (q_scale is None or scales):
         if len(_KNOWN) >= _MAX_KNOWN:
             _KNOWN.clear()
         _KNOWN[key] = again
@@ -118,19 +139,19 @@ _MAX_KNOWN = 4096
 
 
 def _kind_of_decode(
-    q: Tensor, cache: CacheView, softmax_scale: float, out: Tensor | None, *options: Any
+    cache: CacheView, tensors: Sequence[Tensor | None], options: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Everything that a check, or the choice of a kernel, looks at."""
     pages, batch = cache
     kinds: list[Any] = []
-    for tensor in (q, out):
+    for tensor in tensors:
         if isinstance(tensor, Tensor):
             kinds += (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
             kinds.append(tensor.data_ptr() & 15)
         else:
             kinds.append(type(tensor))
     of_batch = (batch.num_requests, batch.max_query_len, batch.max_pages)
-    return (pages.kind, of_batch, softmax_scale, *options, *kinds)
+    return (pages.kind, of_batch, options, *kinds)
 
 
 def mla_prefill(

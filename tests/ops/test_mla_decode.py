@@ -308,7 +308,7 @@ def spoiled(**changes):
         (
             spoiled(q=lambda a: a["q"].int()),
             kvkern.UnsupportedDtypeError,
-            r"q: want bfloat16 or float16 or float32 or float64, got torch.int32",
+            r"q: want bfloat16 or float16 or float32 or float64 or float8_e4m3fn, got torch.int32",
         ),
         (
             spoiled(q=lambda a: a["q"].mT.contiguous().mT),
@@ -354,6 +354,24 @@ def spoiled(**changes):
             "num_splits: want None with batch_invariant, got 2",
         ),
         (
+            spoiled(q=lambda a: a["q"].to(torch.float8_e4m3fn)),
+            kvkern.ArgumentError,
+            r"q_scale: want it with e4m3 q and no other, got q in torch.float8_e4m3fn",
+        ),
+        (
+            spoiled(q_scale=lambda a: torch.ones(1, device=a["q"].device)),
+            kvkern.ArgumentError,
+            r"q_scale: want it with e4m3 q and no other, got q in torch.bfloat16",
+        ),
+        (
+            spoiled(
+                q=lambda a: a["q"].to(torch.float8_e4m3fn),
+                q_scale=lambda a: torch.ones(2, device=a["q"].device),
+            ),
+            kvkern.ShapeMismatchError,
+            r"q_scale: want \[1=1\], got \[2\]",
+        ),
+        (
             spoiled(q=lambda a: a["q"].double(), backend=lambda a: "triton"),
             kvkern.UnsupportedError,
             r"mla_decode: backend 'triton' refuses: fp64 is for the reference",
@@ -366,6 +384,21 @@ def test_refused_argument_is_named_with_wanted_and_got(spoil, error, message, de
     q = arguments.pop("q")
     with pytest.raises(error, match=message):
         mla_decode(q, case.view, **arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_e4m3_query_is_its_scale_times_what_is_stored(backend, device):
+    """Dequantised to bf16, which holds it, and rounded there if the scale is no power of two."""
+    case, q = make(CacheFormat("fp8", 128, 32), torch.bfloat16, 4, device, num_padding=1)
+    stored, q_scale = (2 * q).to(torch.float8_e4m3fn), torch.tensor([0.4], device=device)
+    result = mla_decode(stored, case.view, q_scale=q_scale, softmax_scale=SCALE, backend=backend)
+    assert result.out.dtype == torch.bfloat16
+    real = (stored.float() * q_scale).bfloat16()
+    expected = mla_decode(real, case.view, softmax_scale=SCALE, backend=backend)
+    assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
+    out = torch.empty_like(result.out)
+    mla_decode(stored, case.view, q_scale=q_scale, softmax_scale=SCALE, out=out, backend=backend)
+    assert torch.equal(out, expected.out)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from kvkern import ArgumentError, CacheFormat, PagedBatch, UnsupportedError, mla
 from kvkern.backends import DecodeCall, table
 from kvkern.kernels.device import Gpu
 from kvkern.ops import attention
-from kvkern.testing.budget import assert_within_budget
+from kvkern.testing.budget import assert_within_budget, decode_by_e4m3_weights
 from kvkern.testing.inputs import POISON, make_paged_case
 
 BF16 = torch.bfloat16
@@ -68,6 +68,14 @@ CALL = DecodeCall(BF16, FULL, 64, None, False, 128)
             {"format": CacheFormat("fp8"), "page_size": 8},
             "takes pages of 16, 32 or a multiple of 64 tokens of 8 bits, got 8",
         ),
+        (
+            {"format": CacheFormat("fp8"), "q_dtype": torch.float8_e4m3fn, "max_rows": 32},
+            "takes e4m3 queries with an fp8 cache and more than 32 rows (new tokens x heads)",
+        ),
+        (
+            {"format": CacheFormat("fp8_token"), "q_dtype": torch.float8_e4m3fn},
+            "got fp8_token and 128",
+        ),
         ({"q_dtype": torch.float16}, "takes q in the cache's dtype torch.bfloat16, got torch.flo"),
         ({"format": CacheFormat("bf16", 384, 64)}, "takes (128, 256, 512) latent and (0, 8,"),
         ({"format": CacheFormat("bf16", 512, 128)}, "64) rope columns of bf16, got 512 and 128"),
@@ -80,6 +88,8 @@ CALL = DecodeCall(BF16, FULL, 64, None, False, 128)
 )
 def test_call_that_it_does_not_take_is_refused_with_the_reason(change, reason):
     assert table._hopper_refuses_call(CALL) is None
+    e4m3 = CALL._replace(format=CacheFormat("fp8"), q_dtype=torch.float8_e4m3fn)
+    assert table._hopper_refuses_call(e4m3) is None
     refused = table._hopper_refuses_call(CALL._replace(**change))
     assert refused is not None and reason in refused
 
@@ -151,6 +161,27 @@ def test_caches_of_8_bits(name, num_heads, page_size, mean):
     bias = (result.out.double() - exact.out).mean() / exact.out.abs().mean()
     assert abs(bias) < 2e-3
     assert (result.lse[:-2] - exact.lse[:-2]).abs().max() < 1e-2
+
+
+@on_hopper
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.02, 0.3), (0.5, 0.01)])
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (512, 0), (256, 32)])
+@pytest.mark.parametrize("num_heads", [40, 64, 128])
+def test_queries_in_e4m3_lose_nothing_more(num_heads, latent, rope, scales):
+    """Whatever the scales of latents and rope keys are, which one of queries has to span."""
+    fmt = CacheFormat("fp8", latent, rope)
+    case, q = make(fmt, num_heads, ([1000, 64, 3, 2500, 0], [1, 2, 0, 1, 3]), num_padding=1)
+    case.view.pages.layer_scales.copy_(torch.tensor(scales))
+    stored = (50 * q).to(torch.float8_e4m3fn)
+    for value in (0.02, 0.05):  # the second is launched as the first was
+        q_scale = torch.tensor([value], device="cuda")
+        result = decode(stored, case.view, q_scale=q_scale)
+        real = stored.double() * q_scale.double()
+        exact = mla_decode(real, case.view, softmax_scale=SCALE, backend="reference")
+        rounded = decode_by_e4m3_weights(real, case.view, softmax_scale=SCALE)
+        assert_within_budget(result.out, exact.out, rounded)
+        assert (result.lse[:-1] - exact.lse[:-1]).abs().max() < 1e-2
+        assert (result.out[-1] == 0).all() and (result.lse[-1] == -torch.inf).all()
 
 
 @on_hopper

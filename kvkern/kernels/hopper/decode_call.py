@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
     """
 
     function: Any  # jitted
-    query_fields: Callable[[Tensor, CacheFormat], dict[str, Any]]
+    query_fields: Callable[[Tensor, Any, CacheFormat], dict[str, Any]]  # q, q_scale
     page_fields: Callable[[LayerPages], dict[str, Any]]
     constants: Callable[[Tensor, LayerPages, Work], dict[str, Any]]
     options: dict[str, Any]
@@ -71,6 +71,7 @@ def decode_fields(
 def launch_decode(
     kernel: Kernel,
     q: Tensor,
+    q_scale: Tensor | None,
     pages: LayerPages,
     batch: PagedBatch,
     softmax_scale: float,
@@ -80,10 +81,10 @@ def launch_decode(
 ) -> "DecodeAgain | None":
     """Fill the rows of requests that are not cut, the pieces of those that are, and padding.
 
-    Returns how to do it again, for ``(q, pages, batch, out, lse, schedule)`` of the same kinds:
-    ``out`` and ``lse`` by their addresses, ``schedule`` by its own. None if there is no such way.
+    Returns how to do it again, for ``(q, q_scale, pages, batch, out, lse, schedule)`` of the same
+    kinds: ``out`` and ``lse`` by their addresses, ``schedule`` by its own. None if there is no way.
     """
-    query, layer = kernel.query_fields(q, pages.format), kernel.page_fields(pages)
+    query, layer = kernel.query_fields(q, q_scale, pages.format), kernel.page_fields(pages)
     common = decode_fields(pages, batch, softmax_scale, out, lse, schedule)
     arguments = {**query, **layer, **common, **kernel.constants(q, pages, schedule.work)}
     grid = (schedule.work.num_parts * schedule.work.gang,)
@@ -91,23 +92,27 @@ def launch_decode(
     again = launch(
         kernel.function, grid, arguments, kernel.options, q.device, num_varying=num_varying
     )
-    bases = [getattr(value, "base", value) for value in query.values()]
+    of_q = [value for name, value in query.items() if name != "q_scale_ptr"]
+    bases = [getattr(value, "base", value) for value in of_q]
     if again is None or any(base.data_ptr() != q.data_ptr() for base in bases):  # of a copy
         return None
-    return DecodeAgain(kernel, again, list(query.values()))
+    return DecodeAgain(kernel, again, of_q, takes_scale="q_scale_ptr" in query)
 
 
 class DecodeAgain:
     """Launches the same variant for other addresses."""
 
-    def __init__(self, kernel: Kernel, again: Launch, query: Sequence[Any]) -> None:
-        self._again, self._page_fields = again, kernel.page_fields
+    def __init__(
+        self, kernel: Kernel, again: Launch, query: Sequence[Any], *, takes_scale: bool
+    ) -> None:
+        self._again, self._page_fields, self._takes_scale = again, kernel.page_fields, takes_scale
         self._query = [_without_tensor(value) for value in query]
         self._known_layers: dict[Any, list[Any]] = {}  # what their page fields are, by address
 
     def __call__(
         self,
         q: Tensor,
+        q_scale: Tensor | None,
         pages: LayerPages,
         batch: PagedBatch,
         out: int,
@@ -124,6 +129,8 @@ class DecodeAgain:
             MovedDescriptor(value, q) if isinstance(value, MovedDescriptor) else q.data_ptr()
             for value in self._query
         ]
+        if self._takes_scale:
+            query.append(_without_tensor(q_scale))
         common = (out, lse, outs, lses, bounds, *batch.addresses)
         self._again((*query, *layer, *common), ())
 
@@ -136,15 +143,23 @@ def _without_tensor(value: Tensor | TensorDescriptor | None) -> Any:
 
 
 def shipped_config(
-    kernel: Kernel, label: str, q: Tensor, pages: LayerPages, work: Work, **budget: Any
+    kernel: Kernel,
+    label: str,
+    q: Tensor,
+    pages: LayerPages,
+    work: Work,
+    q_scale: Tensor | None = None,
+    **budget: Any,
 ) -> KernelConfig:
     """A variant of a kernel for one token a request."""
     num_heads, latent_dim = q.shape[1], pages.format.kv_lora_rank
-    out, lse = q[..., :latent_dim].contiguous(), torch.empty(1, num_heads)
+    out_dtype = torch.bfloat16 if q_scale is not None else q.dtype
+    out = torch.empty(1, num_heads, latent_dim, dtype=out_dtype)
+    lse = torch.empty(1, num_heads)
     batch = PagedBatch([0, 1], [0], [[0]])
     schedule = make_schedule(batch, num_heads, 1, latent_dim, work)
     arguments = {
-        **kernel.query_fields(q, pages.format),
+        **kernel.query_fields(q, q_scale, pages.format),
         **kernel.page_fields(pages),
         **decode_fields(pages, batch, 0.1, out, lse, schedule),
         **kernel.constants(q, pages, work),

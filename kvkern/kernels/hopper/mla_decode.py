@@ -57,6 +57,7 @@ def mla_decode(
     use_fast_accum: bool,
     out: Tensor,
     lse: Tensor,
+    q_scale: Tensor | None = None,
 ) -> "_Calls | None":
     """Launch, and merge what the schedule cut. ``kvkern.mla_decode`` has checked the arguments.
 
@@ -69,7 +70,7 @@ def mla_decode(
     work = choose_work(num_heads, max_query_len, pages.format, gpu_of(batch.device))
     kernel = _kernel_for(work, pages.format, use_fast_accum)
     calls = _Calls(batch.device, num_heads, max_query_len, work, kernel, softmax_scale)
-    calls(q, pages, batch, out, lse)
+    calls(q, pages, batch, out, lse, q_scale)
     return calls
 
 
@@ -108,22 +109,28 @@ class _Calls:
         self._merge: Launch | None = None
 
     def __call__(
-        self, q: Tensor, pages: LayerPages, batch: PagedBatch, out: Tensor, lse: Tensor
+        self,
+        q: Tensor,
+        pages: LayerPages,
+        batch: PagedBatch,
+        out: Tensor,
+        lse: Tensor,
+        q_scale: Tensor | None,
     ) -> None:
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
-                return self(q, pages, batch, out, lse)
+                return self(q, pages, batch, out, lse, q_scale)
         made = self._schedule_of(batch, pages)
         if made.maker is pages:
             self._fill_schedule(made, batch)
         if self._decode is None:
             self._decode = launch_decode(
-                self._kernel, q, pages, batch, self._softmax_scale, out, lse, made.schedule
+                self._kernel, q, q_scale, pages, batch, self._softmax_scale, out, lse, made.schedule
             )
             self._merge = merge_cuts(made.schedule, batch, out, lse)
             return None
         out_address, lse_address = out.data_ptr(), lse.data_ptr()
-        self._decode(q, pages, batch, out_address, lse_address, made.addresses)
+        self._decode(q, q_scale, pages, batch, out_address, lse_address, made.addresses)
         if self._merge is not None:
             self._merge(merge_addresses(made.addresses, batch, out_address, lse_address), ())
 

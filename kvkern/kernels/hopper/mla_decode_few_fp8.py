@@ -670,7 +670,7 @@ def _mla_decode_few_fp8_kernel(
     )  # fmt: skip
 
 
-def _query_fields(q: Tensor, fmt: CacheFormat) -> dict[str, Any]:
+def _query_fields(q: Tensor, q_scale: None, fmt: CacheFormat) -> dict[str, Any]:
     return {"q_ptr": q}
 
 

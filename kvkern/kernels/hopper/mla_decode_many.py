@@ -665,7 +665,7 @@ def _mla_decode_many_kernel(
     )  # fmt: skip
 
 
-def _query_fields(q: Tensor, fmt: CacheFormat) -> dict[str, Any]:
+def _query_fields(q: Tensor, q_scale: None, fmt: CacheFormat) -> dict[str, Any]:
     rows = q.reshape(-1, fmt.row_dim)  # a copy where heads are not one behind another
     if rows.data_ptr() % 16:
         rows = rows.clone()

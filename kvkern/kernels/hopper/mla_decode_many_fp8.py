@@ -6,7 +6,8 @@ registers: ``e4m3.py`` says why, and what ``exact`` means. One warp fetches bloc
 into a ring.
 
 Queries become e4m3 here, ``2^e (high + low)``, a power of two a row: two terms hold a bf16 query,
-and the scores are the sum over both. One term has 4 bits, and the scores cost half as much.
+and the scores are the sum over both. One term has 4 bits, and the scores cost half as much: it is
+all of a query that comes in e4m3.
 """
 
 from collections.abc import Iterator
@@ -85,9 +86,16 @@ def _start_scores(q, keys, full_keys, block, no_scores, ROPE_DIM: gl.constexpr):
     left, right, rope = keys
     STAGES: gl.constexpr = left.shape[0]
     TERMS: gl.constexpr = q_left.shape[0]
+    ROPE_TERMS: gl.constexpr = q_rope.shape[0]
     stage = block % STAGES
     mbarrier.wait(full_keys.index(stage), (block // STAGES) & 1)
     scores = no_scores
+    if (ROPE_TERMS > TERMS) & (ROPE_DIM > 0):
+        zero = block >> 30
+        scores = warpgroup_mma(
+            q_rope.index(zero + 1), rope.index(stage + zero).permute((1, 0)), scores,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
     for step in gl.static_range(TERMS):
         # plus a zero that the compiler cannot see: addresses known from before would be kept in
         # registers, and moved for each wgmma
@@ -95,7 +103,7 @@ def _start_scores(q, keys, full_keys, block, no_scores, ROPE_DIM: gl.constexpr):
         term = zero + (TERMS - 1 - step)
         scores = warpgroup_mma(
             q_left.index(term), left.index(stage + zero).permute((1, 0)), scores,
-            use_acc=step > 0, is_async=True,
+            use_acc=(step > 0) | ((ROPE_TERMS > TERMS) & (ROPE_DIM > 0)), is_async=True,
         )  # fmt: skip
         scores = warpgroup_mma(
             q_right.index(term), right.index(stage + zero).permute((1, 0)), scores, is_async=True
@@ -409,6 +417,7 @@ def _fetch(
 )
 def _mla_decode_many_fp8_kernel(
     q_ptr,  # [T * H, L+R]
+    q_scale_ptr,  # fp32 [1] with e4m3 queries, or None
     half_desc,  # e4m3 [slots, L+R] in boxes [min(page size, 64), L / 2]
     rope_desc,  # the same in boxes [min(page size, 64), 64]
     layer_scales_ptr,  # fp32 [2]
@@ -442,9 +451,13 @@ def _mla_decode_many_fp8_kernel(
     ROW_DIM: gl.constexpr = LATENT_DIM + ROPE_DIM
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     short_rows: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    # in units of the latent's scale, rope columns have more bits than they came with
+    ROPE_TERMS: gl.constexpr = Q_TERMS if q_scale_ptr is None else 2
+    if q_scale_ptr is not None:
+        scale_log2 = scale_log2 * gl.load(q_scale_ptr)
     q_left = gl.allocate_shared_memory(E4M3, [Q_TERMS, ROWS, HALF], half_desc.layout)
     q_right = gl.allocate_shared_memory(E4M3, [Q_TERMS, ROWS, HALF], half_desc.layout)
-    q_rope = gl.allocate_shared_memory(E4M3, [Q_TERMS, ROWS, 64], short_rows)
+    q_rope = gl.allocate_shared_memory(E4M3, [ROPE_TERMS, ROWS, 64], short_rows)
     left = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, HALF], half_desc.layout)
     right = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, HALF], half_desc.layout)
     rope = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, 64], rope_desc.layout)
@@ -505,8 +518,9 @@ def _mla_decode_many_fp8_kernel(
     )  # fmt: skip
 
 
-def _query_fields(q: Tensor, fmt: CacheFormat) -> dict[str, Any]:
-    return {"q_ptr": q.reshape(-1, fmt.row_dim)}  # a copy where heads are not one behind another
+def _query_fields(q: Tensor, q_scale: Tensor | None, fmt: CacheFormat) -> dict[str, Any]:
+    rows = q.reshape(-1, fmt.row_dim)  # a copy where heads are not one behind another
+    return {"q_ptr": rows, "q_scale_ptr": q_scale}
 
 
 def _page_fields(pages: LayerPages) -> dict[str, Any]:
@@ -524,7 +538,7 @@ def _constants(
 ) -> dict[str, Any]:
     return {
         "STAGES": 4,
-        "Q_TERMS": q_terms,
+        "Q_TERMS": 1 if q.dtype == torch.float8_e4m3fn else q_terms,
         "EXACT": exact,
     }
 
@@ -559,6 +573,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         (2, 512, 0, 64, torch.bfloat16, 2, True),
         (2, 256, 64, 64, torch.bfloat16, 2, True),
         (2, 256, 32, 64, torch.bfloat16, 2, True),
+        (2, 512, 64, 64, torch.float8_e4m3fn, 1, True),
+        (2, 256, 0, 64, torch.float8_e4m3fn, 1, True),
     ):
         fmt = CacheFormat("fp8", latent_dim, rope_dim)
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
@@ -567,4 +583,5 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         label = f"{dtype}-L{latent_dim}-R{rope_dim}-gang{gang}-page{page_size}-{terms}"
         label = label.replace("torch.", "")
         kernel, work = _kernel(q_terms, exact), Work(132 // gang, gang, 64, 64)
-        yield shipped_config(kernel, label, q, pages, work, **_SPILLS)
+        q_scale = torch.empty(1) if dtype == torch.float8_e4m3fn else None
+        yield shipped_config(kernel, label, q, pages, work, q_scale, **_SPILLS)

@@ -298,7 +298,8 @@ def prefetch_query(
     is_wanted = is_run & (num_rows > 0) & (thread == 0)
     first_row = start.to(gl.int64) * num_heads + tile_row
     address = (q_ptr + first_row * Q_DIM).to(gl.int64) & -16
-    prefetch(gl.where(is_wanted, address, 0), gl.where(is_wanted, num_rows * Q_DIM * 2, 0))
+    ROW_BYTES: gl.constexpr = Q_DIM * q_ptr.dtype.element_ty.primitive_bitwidth // 8
+    prefetch(gl.where(is_wanted, address, 0), gl.where(is_wanted, num_rows * ROW_BYTES, 0))
 
 
 @gluon.jit
