@@ -6,7 +6,7 @@ import torch
 
 import kvkern
 from kvkern import ArgumentError, CacheFormat, PagedBatch, PagedKVCache, UnsupportedError, explain
-from kvkern.backends import TABLE, choose, table
+from kvkern.backends import TABLE, choose, table, takes_e4m3_queries
 from kvkern.ops.pages import gather_kv
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -176,3 +176,13 @@ def test_tensors_on_another_card_than_the_current_one_are_right():
     with torch.cuda.device(0):
         merged = kvkern.merge_states(outs.to("cuda:1"), lses.to("cuda:1"))
     torch.testing.assert_close(merged.out.cpu(), expected.out)
+
+
+def test_only_hopper_by_name_is_given_queries_in_e4m3():
+    taking = {
+        (op, name)
+        for op, backends in TABLE.items()
+        for name in ("auto", *(backend.name for backend in backends))
+        if takes_e4m3_queries(op, name)
+    }
+    assert taking == {("mla_decode", "hopper")}

@@ -1,5 +1,12 @@
 """Which implementation runs: one ordered table per op, and the reason for each refusal."""
 
-from kvkern.backends.table import TABLE, Backend, DecodeCall, choose, explain
+from kvkern.backends.table import (
+    TABLE,
+    Backend,
+    DecodeCall,
+    choose,
+    explain,
+    takes_e4m3_queries,
+)
 
-__all__ = ["TABLE", "Backend", "DecodeCall", "choose", "explain"]
+__all__ = ["TABLE", "Backend", "DecodeCall", "choose", "explain", "takes_e4m3_queries"]

@@ -33,7 +33,7 @@ class Backend(NamedTuple):
     ``source`` is ``"module:function"``, imported at first use, so that ``import kvkern`` needs
     neither Triton nor a GPU. ``refuses(device, dtype)`` gives the reason it cannot run, or None;
     ``refuses_call`` the reason it cannot run this call. ``auto_on`` lists the device types where
-    ``"auto"`` may take it.
+    ``"auto"`` may take it. ``takes_e4m3_queries``: named, it is given them as they are.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Backend(NamedTuple):
     refuses: Callable[[torch.device, torch.dtype], str | None]
     auto_on: tuple[str, ...]
     refuses_call: Callable[[DecodeCall], str | None] = _takes_any_call
+    takes_e4m3_queries: bool = False
 
     def load(self) -> Callable[..., Any]:
         module, function = self.source.split(":")
@@ -156,6 +157,7 @@ TABLE: dict[str, tuple[Backend, ...]] = {
             _hopper_refuses,
             ("cuda",),
             _hopper_refuses_call,
+            takes_e4m3_queries=True,
         ),
         *_row("mla_decode", "mla_decode"),
         Backend("flashinfer", "kvkern.backends.flashinfer:mla_decode", _flashinfer_refuses, ()),
@@ -234,6 +236,11 @@ def _on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., A
             return run(*arguments, **options)
 
     return run_there
+
+
+def takes_e4m3_queries(op: str, name: str) -> bool:
+    """Whether a backend of this name multiplies them; ``"auto"`` and the rest have them in bf16."""
+    return any(backend.takes_e4m3_queries for backend in _backends(op) if backend.name == name)
 
 
 def _backends(op: str) -> tuple[Backend, ...]:

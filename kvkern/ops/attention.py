@@ -1,14 +1,15 @@
 """Attention over the paged latent cache, and the merge of partial results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkern.backends import DecodeCall, choose
+from kvkern.backends import DecodeCall, choose, takes_e4m3_queries
 from kvkern.cache.storage import CacheView
 from kvkern.errors import ArgumentError, ShapeMismatchError
+from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS64, Sizes
 
 _E4M3 = torch.float8_e4m3fn
@@ -69,7 +70,7 @@ def mla_decode(
         and ``lse = -inf``. Keys on a page of -1 are absent. Memory outside the requests' tokens
         is never read into a result. Backend ``"hopper"``, which ``"auto"`` takes on sm_90, rounds
         the attention weights of an fp8 cache to e4m3 if a request may have more than 32 rows
-        (new tokens x heads): 1.1% of ``out``, below what storing e4m3 cost.
+        (new tokens x heads): 1.2% of ``out``, below what storing e4m3 cost.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError, ArgumentError: an
@@ -78,9 +79,8 @@ def mla_decode(
 
     Source: arXiv:2405.04434, section 2.1.2 (the absorbed form); arXiv:2205.14135 (online softmax).
     """
-    tensors = (q, q_scale, out)
     options = (softmax_scale, num_splits, deterministic, use_fast_accum, backend)
-    key = _kind_of_decode(cache, tensors, options)
+    key = _kind_of_decode(cache, (q, q_scale, out), options)
     again = _KNOWN.get(key)
     if again is not None:
         cache.batch.check_num_tokens("q", q.shape[0])
@@ -115,7 +115,7 @@ def mla_decode(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     scales: dict[str, Tensor] = {}
     if q_scale is not None:
-        if backend == "hopper":
+        if takes_e4m3_queries("mla_decode", backend):
             scales["q_scale"] = q_scale
         else:
             q = (q.float() * q_scale).to(out_dtype)
@@ -126,30 +126,23 @@ def mla_decode(
     again = run(
         q, pages, batch, softmax_scale, num_splits, is_invariant, use_fast_accum, out, lse, **scales
     )
-    if again is not None and (q_scale is None or scales):
-        if len(_KNOWN) >= _MAX_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[key] = again
+    if q_scale is None or scales:
+        _KNOWN.remember(key, again)
     return AttentionOutput(out, lse)
 
 
-# How to repeat a call of mla_decode that has been checked, by all of it that is not an address.
-_KNOWN: dict[Any, Callable[..., None]] = {}
-_MAX_KNOWN = 4096
+_KNOWN = KnownCalls(most=4096)
 
 
 def _kind_of_decode(
     cache: CacheView, tensors: Sequence[Tensor | None], options: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Everything that a check, or the choice of a kernel, looks at."""
+    """Everything that a check, or the choice of a kernel, looks at; nothing without tensors."""
+    try:
+        _, kinds = addresses_and_kinds(tensors)
+    except AttributeError:
+        return ()
     pages, batch = cache
-    kinds: list[Any] = []
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            kinds += (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
-            kinds.append(tensor.data_ptr() & 15)
-        else:
-            kinds.append(type(tensor))
     of_batch = (batch.num_requests, batch.max_query_len, batch.max_pages)
     return (pages.kind, of_batch, options, *kinds)
 

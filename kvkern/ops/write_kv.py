@@ -1,6 +1,6 @@
 """write_kv: what fills the paged cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ from kvkern.backends import choose
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import CacheView, LayerPages
 from kvkern.errors import ArgumentError, LayoutError
+from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS64, Sizes
 
 _E4M3 = torch.float8_e4m3fn
@@ -131,45 +132,23 @@ def write_kv(
             round_hf=rounding == "hf",
             sanitize=sanitize,
         )
-        if again is not None:
-            if len(_KNOWN) >= _MAX_KNOWN:
-                _KNOWN.clear()
-            _KNOWN[key] = again
+        _KNOWN.remember(key, again)
     if observer is not None and kv_out is not None:
         observer(kv_out)
 
 
-# How to repeat a call that has been checked, by all of it that is not an address. A server meets
-# as many kinds of call as it has numbers of tokens in a step.
-_KNOWN: dict[Any, Callable[..., None]] = {}
-_MAX_KNOWN = 16_384
+_KNOWN = KnownCalls(most=16_384)
 
 
 def _addresses_and_kinds(
     tensors: Sequence[Tensor | None],
 ) -> tuple[list[int | None], tuple[Any, ...]]:
-    """Where tensors begin, and everything else about them that a check or a kernel looks at.
-
-    That is shapes, strides, dtypes, devices, alignments, and which outputs are in place.
-    """
-    addresses: list[int | None] = []
-    kinds: list[Any] = []
-    low_bits = 0
-    for tensor in tensors:
-        if tensor is None:
-            addresses.append(None)
-            kinds.append(None)
-        else:
-            address = tensor.data_ptr()
-            low_bits |= address
-            addresses.append(address)
-            kinds += (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+    """Of the tensors, and which outputs are in place."""
+    addresses, kinds = addresses_and_kinds(tensors)
     kv, _, _, q_rope, q_rope_out, q_nope, q_nope_out, q_latent, _, q_latent_out, kv_out, *_ = (
         addresses
     )
     kinds += (q_rope == q_rope_out, q_nope == q_nope_out, q_latent == q_latent_out, kv == kv_out)
-    if low_bits & 15:
-        kinds += [address and address & 15 for address in addresses]
     return addresses, tuple(kinds)
 
 

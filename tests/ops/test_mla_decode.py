@@ -387,6 +387,14 @@ def test_refused_argument_is_named_with_wanted_and_got(spoil, error, message, de
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_fast_sums_change_nothing_where_no_kernel_has_any(backend, device):
+    case, q = make(CacheFormat("fp8", 128, 32), torch.bfloat16, 4, device)
+    options = {"softmax_scale": SCALE, "backend": backend}
+    fast, exact = (mla_decode(q, case.view, use_fast_accum=x, **options) for x in (True, False))
+    assert torch.equal(fast.out, exact.out) and torch.equal(fast.lse, exact.lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_e4m3_query_is_its_scale_times_what_is_stored(backend, device):
     """Dequantised to bf16, which holds it, and rounded there if the scale is no power of two."""
     case, q = make(CacheFormat("fp8", 128, 32), torch.bfloat16, 4, device, num_padding=1)

@@ -11,6 +11,7 @@ from kvkern import ArgumentError, CacheFormat, PagedBatch, UnsupportedError, mla
 from kvkern.backends import DecodeCall, table
 from kvkern.kernels.device import Gpu
 from kvkern.ops import attention
+from kvkern.ops._known import KnownCalls
 from kvkern.testing.budget import assert_within_budget, decode_by_e4m3_weights
 from kvkern.testing.inputs import POISON, make_paged_case
 
@@ -182,6 +183,24 @@ def test_queries_in_e4m3_lose_nothing_more(num_heads, latent, rope, scales):
         assert_within_budget(result.out, exact.out, rounded)
         assert (result.lse[:-1] - exact.lse[:-1]).abs().max() < 1e-2
         assert (result.out[-1] == 0).all() and (result.lse[-1] == -torch.inf).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("num_tokens", [300, 8191])
+def test_fast_sums_are_near_and_differ(num_tokens, mean):
+    case, q = make(CacheFormat("fp8"), 128, ([num_tokens], [1]), mean=mean)
+    exact = mla_decode(q.double(), case.view, softmax_scale=SCALE, backend="reference")
+    fast = decode(q, case.view, use_fast_accum=True)
+    assert (fast.out.double() - exact.out).norm() < 6e-2 * exact.out.norm()
+    assert not torch.equal(fast.out, decode(q, case.view).out)
+
+
+@on_hopper
+@pytest.mark.parametrize(("name", "num_heads"), [("bf16", 16), ("bf16", 128), ("fp8", 16)])
+def test_fast_sums_are_exact_where_no_kernel_has_any(name, num_heads):
+    case, q = make(CacheFormat(name), num_heads, ([700], [1]))
+    assert torch.equal(decode(q, case.view, use_fast_accum=True).out, decode(q, case.view).out)
 
 
 @on_hopper
@@ -375,7 +394,7 @@ def test_layers_of_a_step_share_one_schedule_and_the_next_step_makes_its_own():
 @pytest.fixture
 def only_repeats(monkeypatch):
     """After its call the kernels may only be launched by what is remembered."""
-    monkeypatch.setattr(attention, "_KNOWN", {})
+    monkeypatch.setattr(attention, "_KNOWN", KnownCalls(100))
 
     def choose_reference(op, name, *facts):
         assert name == "reference", f"{name} was chosen anew"
@@ -414,7 +433,7 @@ def assert_near(result, q, view):
 @on_hopper
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_repeated_calls_take_other_streams_and_strided_queries(num_heads, monkeypatch):
-    monkeypatch.setattr(attention, "_KNOWN", {})
+    monkeypatch.setattr(attention, "_KNOWN", KnownCalls(100))
     case, q = make(FULL, num_heads, ([1000, 64], [1, 1]))
     for seed in range(3):
         torch.manual_seed(seed)
@@ -440,7 +459,7 @@ def test_repeated_call_is_still_checked_for_its_tokens(only_repeats):
 
 @on_hopper
 def test_what_is_remembered_keeps_no_tensor_alive(monkeypatch):
-    monkeypatch.setattr(attention, "_KNOWN", {})
+    monkeypatch.setattr(attention, "_KNOWN", KnownCalls(100))
     for num_heads in (16, 128):
         case, q = make(FULL, num_heads, ([100, 64], [2, 1]))
         for _ in range(2):

@@ -24,6 +24,7 @@ from kvkern import (
     write_kv,
 )
 from kvkern.layout import FORMAT_NAMES
+from kvkern.ops._known import KnownCalls
 from tests.ops.steps import (
     BF16,
     CANARY,
@@ -55,7 +56,7 @@ def backend(monkeypatch):
         calls.first.append(tensors)
         return lambda *arguments: calls.again.append(arguments)
 
-    monkeypatch.setattr(op, "_KNOWN", {})
+    monkeypatch.setattr(op, "_KNOWN", KnownCalls(100))
     monkeypatch.setattr(op, "choose", lambda *_: run)
     return calls
 
@@ -69,7 +70,7 @@ def checks(monkeypatch):
         done.append(pages.kind)
         check(pages, *arguments)
 
-    monkeypatch.setattr(op, "_KNOWN", {})
+    monkeypatch.setattr(op, "_KNOWN", KnownCalls(100))
     monkeypatch.setattr(op, "_check", counted)
     return done
 
@@ -114,7 +115,7 @@ def test_backend_with_nothing_to_repeat_is_asked_each_time(device, monkeypatch, 
 
 
 def test_what_is_remembered_has_a_bound(device, backend, monkeypatch):
-    monkeypatch.setattr(op, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(op._KNOWN, "most", 3)
     step = make_query_step()
     target, arguments = step.target(step.new_cache(device)), step.arguments(device)
     for eps in (0.0, 0.1, 0.2, 0.3, 0.4, 0.3):

@@ -21,8 +21,8 @@ from kvkern.layout import CacheFormat
 class Kernel(NamedTuple):
     """One of the decode kernels.
 
-    Its first parameters are those of ``query_fields`` and ``page_fields`` in their order, then the
-    eight addresses that ``decode_fields`` begins with; ``constants`` are the rest.
+    Its parameters are those of ``query_fields``, ``page_fields`` and ``decode_fields`` in their
+    order, up to ``scale_log2``, which is the first that is no address; then the rest.
     """
 
     function: Any  # jitted
@@ -30,9 +30,6 @@ class Kernel(NamedTuple):
     page_fields: Callable[[LayerPages], dict[str, Any]]
     constants: Callable[[Tensor, LayerPages, Work], dict[str, Any]]
     options: dict[str, Any]
-
-
-_NUM_COMMON = 8  # addresses that every kernel has
 
 
 def decode_fields(
@@ -84,19 +81,36 @@ def launch_decode(
     Returns how to do it again, for ``(q, q_scale, pages, batch, out, lse, schedule)`` of the same
     kinds: ``out`` and ``lse`` by their addresses, ``schedule`` by its own. None if there is no way.
     """
-    query, layer = kernel.query_fields(q, q_scale, pages.format), kernel.page_fields(pages)
-    common = decode_fields(pages, batch, softmax_scale, out, lse, schedule)
-    arguments = {**query, **layer, **common, **kernel.constants(q, pages, schedule.work)}
+    query = kernel.query_fields(q, q_scale, pages.format)
+    arguments = _arguments(kernel, query, q, pages, batch, softmax_scale, out, lse, schedule)
     grid = (schedule.work.num_parts * schedule.work.gang,)
-    num_varying = len(query) + len(layer) + _NUM_COMMON
+    num_varying = list(kernel.function.arg_names).index("scale_log2")
     again = launch(
         kernel.function, grid, arguments, kernel.options, q.device, num_varying=num_varying
     )
-    of_q = [value for name, value in query.items() if name != "q_scale_ptr"]
-    bases = [getattr(value, "base", value) for value in of_q]
+    takes_scale = "q_scale_ptr" in query
+    query.pop("q_scale_ptr", None)
+    bases = [getattr(value, "base", value) for value in query.values()]
     if again is None or any(base.data_ptr() != q.data_ptr() for base in bases):  # of a copy
         return None
-    return DecodeAgain(kernel, again, of_q, takes_scale="q_scale_ptr" in query)
+    return DecodeAgain(kernel, again, list(query.values()), takes_scale=takes_scale)
+
+
+def _arguments(
+    kernel: Kernel,
+    query: dict[str, Any],
+    q: Tensor,
+    pages: LayerPages,
+    batch: PagedBatch,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+) -> dict[str, Any]:
+    """All that a kernel is given; ``query``: its ``query_fields``."""
+    common = decode_fields(pages, batch, softmax_scale, out, lse, schedule)
+    constants = kernel.constants(q, pages, schedule.work)
+    return {**query, **kernel.page_fields(pages), **common, **constants}
 
 
 class DecodeAgain:
@@ -158,10 +172,6 @@ def shipped_config(
     lse = torch.empty(1, num_heads)
     batch = PagedBatch([0, 1], [0], [[0]])
     schedule = make_schedule(batch, num_heads, 1, latent_dim, work)
-    arguments = {
-        **kernel.query_fields(q, q_scale, pages.format),
-        **kernel.page_fields(pages),
-        **decode_fields(pages, batch, 0.1, out, lse, schedule),
-        **kernel.constants(q, pages, work),
-    }
+    query = kernel.query_fields(q, q_scale, pages.format)
+    arguments = _arguments(kernel, query, q, pages, batch, 0.1, out, lse, schedule)
     return config_of_call(kernel.function, label, arguments, kernel.options, **budget)

@@ -1,0 +1,47 @@
+"""Calls that have been checked once, and are repeated for what their arguments are and no more."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class KnownCalls(dict[Any, Callable[..., None]]):
+    """How to repeat a call, by all of it that is not an address; forgets all when it is full.
+
+    A server meets as many kinds of call as it has numbers of tokens in a step.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def remember(self, key: Any, again: Callable[..., None] | None) -> None:
+        """Nothing, where a backend has no way to repeat a call."""
+        if again is None:
+            return
+        if len(self) >= self.most:
+            self.clear()
+        self[key] = again
+
+
+def addresses_and_kinds(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], list[Any]]:
+    """Where tensors begin, and everything else about them that a check or a kernel looks at.
+
+    That is shapes, strides, dtypes, devices and alignments. ``AttributeError`` if one is no tensor.
+    """
+    addresses: list[int | None] = []
+    kinds: list[Any] = []
+    low_bits = 0
+    for tensor in tensors:
+        if tensor is None:
+            addresses.append(None)
+            kinds.append(None)
+        else:
+            address = tensor.data_ptr()
+            low_bits |= address
+            addresses.append(address)
+            kinds += (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+    if low_bits & 15:
+        kinds += [address and address & 15 for address in addresses]
+    return addresses, kinds
