@@ -186,7 +186,7 @@ def kvkern_fp8_query(step: DecodeStep) -> Implementation | None:
     if step.device.type != "cuda" or not step.case.may_have_e4m3_weights:
         return None
     q, q_scale = step.q.to(_E4M3), torch.ones(1, device=step.device)
-    mine = step.by("kvkern_fp8_query", q=q, q_scale=q_scale, backend="hopper")
+    mine = step.by("kvkern_fp8_query", q=q, q_scale=q_scale)
 
     def check() -> None:
         assert mine.first is not None

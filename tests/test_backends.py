@@ -6,7 +6,7 @@ import torch
 
 import kvkern
 from kvkern import ArgumentError, CacheFormat, PagedBatch, PagedKVCache, UnsupportedError, explain
-from kvkern.backends import TABLE, choose, table, takes_e4m3_queries
+from kvkern.backends import TABLE, DecodeCall, choose, table, takes_e4m3_queries
 from kvkern.ops.pages import gather_kv
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -178,11 +178,22 @@ def test_tensors_on_another_card_than_the_current_one_are_right():
     torch.testing.assert_close(merged.out.cpu(), expected.out)
 
 
-def test_only_hopper_by_name_is_given_queries_in_e4m3():
-    taking = {
-        (op, name)
-        for op, backends in TABLE.items()
-        for name in ("auto", *(backend.name for backend in backends))
-        if takes_e4m3_queries(op, name)
-    }
-    assert taking == {("mla_decode", "hopper")}
+def test_only_hopper_is_given_queries_in_e4m3(card):
+    call = DecodeCall(torch.float8_e4m3fn, CacheFormat("fp8"), 64, None, False, 128)
+
+    def taking(call, device=CUDA):
+        return {
+            (op, name)
+            for op, backends in TABLE.items()
+            for name in ("auto", *(backend.name for backend in backends))
+            if takes_e4m3_queries(op, name, device, call)
+        }
+
+    named = {("mla_decode", "hopper")}
+    card(8, 0)
+    assert taking(call) == named
+    card(9, 0)
+    assert taking(call) == named | {("mla_decode", "auto")}
+    assert taking(call, CPU) == named
+    assert taking(call._replace(max_rows=32)) == named
+    assert taking(call._replace(format=CacheFormat("fp8_ds_mla"))) == named

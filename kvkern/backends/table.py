@@ -33,7 +33,7 @@ class Backend(NamedTuple):
     ``source`` is ``"module:function"``, imported at first use, so that ``import kvkern`` needs
     neither Triton nor a GPU. ``refuses(device, dtype)`` gives the reason it cannot run, or None;
     ``refuses_call`` the reason it cannot run this call. ``auto_on`` lists the device types where
-    ``"auto"`` may take it. ``takes_e4m3_queries``: named, it is given them as they are.
+    ``"auto"`` may take it. ``takes_e4m3_queries``: it is given them as they are.
     """
 
     name: str
@@ -238,9 +238,16 @@ def _on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., A
     return run_there
 
 
-def takes_e4m3_queries(op: str, name: str) -> bool:
-    """Whether a backend of this name multiplies them; ``"auto"`` and the rest have them in bf16."""
-    return any(backend.takes_e4m3_queries for backend in _backends(op) if backend.name == name)
+def takes_e4m3_queries(op: str, name: str, device: torch.device, call: DecodeCall) -> bool:
+    """Whether the backend of this name multiplies them as they are, or one that ``"auto"`` takes."""
+    for backend in _backends(op):
+        if backend.takes_e4m3_queries:
+            is_first = name == "auto" and device.type in backend.auto_on
+            if is_first and _reason(backend, device, call.q_dtype, call) is None:
+                return True
+            if backend.name == name:
+                return True
+    return False
 
 
 def _backends(op: str) -> tuple[Backend, ...]:

@@ -50,7 +50,7 @@ class Schedule(NamedTuple):
 
     work: Work
     bounds: Tensor  # int32 [num_parts + 1, 2]: request and block; (0, 0) first, (B, 0) last
-    cuts: Tensor  # int32 [num_cuts, 2]: first and last part with a bound inside a request; then -1
+    cuts: Tensor  # int32 [num_cuts, 3]: a request, first and last part with a bound inside; then -1
     ends: Tensor  # int64 [B], scratch
     outs: Tensor  # [2 * num_parts, rows, L], normalised
     lses: Tensor  # fp32 [2 * num_parts, rows], base 2
@@ -120,7 +120,7 @@ def _schedule_kernel(
     offsets_ptr,  # int32 [B+1]
     cache_lengths_ptr,  # int32 [B]
     bounds_ptr,  # int32 [num_parts + 1, 2]
-    cuts_ptr,  # int32 [num_cuts, 2]
+    cuts_ptr,  # int32 [num_cuts, 3]
     ends_ptr,  # int64 [B], scratch
     num_requests,
     num_heads,
@@ -222,8 +222,7 @@ def _schedule_kernel(
     tl.store(bounds_ptr + 2 * part, owner, mask=mask)
     tl.store(bounds_ptr + 2 * part + 1, block, mask=mask)
 
-    tl.store(cuts_ptr + 2 * part, tl.full([BLOCK_P], -1, tl.int32), mask=part < num_cuts)
-    tl.store(cuts_ptr + 2 * part + 1, tl.full([BLOCK_P], -1, tl.int32), mask=part < num_cuts)
+    tl.store(cuts_ptr + 3 * part, tl.full([BLOCK_P], -1, tl.int32), mask=part < num_cuts)
     tl.debug_barrier()
     previous_owner = tl.load(bounds_ptr + 2 * part - 2, mask=mask & (part > 0), other=-1)
     previous_block = tl.load(bounds_ptr + 2 * part - 1, mask=mask & (part > 0), other=0)
@@ -233,8 +232,10 @@ def _schedule_kernel(
     is_first = is_inside & ((previous_owner != owner) | (previous_block == 0))
     is_last = is_inside & ((next_owner != owner) | (next_block == 0))
     index = tl.cumsum(is_first.to(tl.int32), axis=0) - 1
-    tl.store(cuts_ptr + 2 * index, part, mask=is_first & (index < num_cuts))
-    tl.store(cuts_ptr + 2 * index + 1, part, mask=is_last & (index < num_cuts))
+    cut_ptrs = cuts_ptr + 3 * index
+    tl.store(cut_ptrs, owner, mask=is_first & (index < num_cuts))
+    tl.store(cut_ptrs + 1, part, mask=is_first & (index < num_cuts))
+    tl.store(cut_ptrs + 2, part, mask=is_last & (index < num_cuts))
 
 
 @triton.jit(
@@ -263,12 +264,11 @@ def _merge_cuts_kernel(
     NUM_CHUNKS: tl.constexpr = (LATENT_DIM + BLOCK_C - 1) // BLOCK_C
     steps_per_cut = tl.cdiv(slot_rows, BLOCK_R) * NUM_CHUNKS
     step = tl.program_id(0)
-    first, last, start, end = _load_cut(
-        cuts_ptr, bounds_ptr, offsets_ptr, step // steps_per_cut, num_cuts
-    )
-    if IS_EARLY:
+    request, first, last = _load_cut(cuts_ptr, step // steps_per_cut, num_cuts)
+    if IS_EARLY & ((request >= 0) | (step == 0)):  # one waits for all
         gdc_wait()
-    while first >= 0:  # -1: that was the last
+    while request >= 0:  # -1: that was the last
+        start, end = tl.load(offsets_ptr + request), tl.load(offsets_ptr + request + 1)
         chunk = step % NUM_CHUNKS
         first_row = step % steps_per_cut // NUM_CHUNKS * BLOCK_R
         num_rows = (end - start) * num_heads
@@ -287,19 +287,15 @@ def _merge_cuts_kernel(
             if chunk == 0:
                 tl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
         step += tl.num_programs(0)
-        first, last, start, end = _load_cut(
-            cuts_ptr, bounds_ptr, offsets_ptr, step // steps_per_cut, num_cuts
-        )
+        request, first, last = _load_cut(cuts_ptr, step // steps_per_cut, num_cuts)
 
 
 @triton.jit
-def _load_cut(cuts_ptr, bounds_ptr, offsets_ptr, cut, num_cuts):
-    """First and last part with a bound inside a request, and where its tokens begin and end."""
-    first = tl.load(cuts_ptr + 2 * cut, mask=cut < num_cuts, other=-1)
-    last = tl.load(cuts_ptr + 2 * cut + 1, mask=cut < num_cuts, other=-1)
-    request = tl.load(bounds_ptr + 2 * first, mask=first >= 0, other=0)
-    start = tl.load(offsets_ptr + request, mask=first >= 0, other=0)
-    return first, last, start, tl.load(offsets_ptr + request + 1, mask=first >= 0, other=0)
+def _load_cut(cuts_ptr, cut, num_cuts):
+    """A request that is cut, and the first and last part with a bound inside it."""
+    request = tl.load(cuts_ptr + 3 * cut, mask=cut < num_cuts, other=-1)
+    first = tl.load(cuts_ptr + 3 * cut + 1, mask=cut < num_cuts, other=0)
+    return request, first, tl.load(cuts_ptr + 3 * cut + 2, mask=cut < num_cuts, other=0)
 
 
 @triton.jit
@@ -364,7 +360,7 @@ def make_schedule(
     return Schedule(
         work,
         torch.empty(work.num_parts + 1, 2, dtype=torch.int32, device=device),
-        torch.empty(num_cuts, 2, dtype=torch.int32, device=device),
+        torch.empty(num_cuts, 3, dtype=torch.int32, device=device),
         torch.empty(batch.num_requests, dtype=torch.int64, device=device),
         torch.empty(num_slots, slot_rows, latent_dim, device=device),
         torch.empty(num_slots, slot_rows, device=device),
@@ -399,12 +395,10 @@ def merge_cuts(schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor) 
     return launch(_merge_cuts_kernel, grid, arguments, options, batch.device, num_varying=7)
 
 
-def merge_addresses(
-    schedule: Sequence[int], batch: PagedBatch, out: int, lse: int
-) -> tuple[int, ...]:
-    """``schedule``, ``out``, ``lse``: their addresses."""
+def merge_addresses(schedule: Sequence[int], batch: PagedBatch) -> tuple[int, ...]:
+    """``schedule``: its addresses. Those of ``out`` and ``lse`` follow."""
     bounds, cuts, _, outs, lses = schedule
-    return outs, lses, bounds, cuts, batch.addresses[0], out, lse
+    return outs, lses, bounds, cuts, batch.addresses[0]
 
 
 def _schedule_call(
@@ -439,7 +433,8 @@ def _choose_blocks(num_parts: int, num_requests: int, latent_dim: int) -> tuple[
         return 4, 4, columns
     if num_pieces <= 16:
         return power_of_two(num_pieces), 1, columns
-    return 32, 1, min(columns, 128)
+    block_s = min(power_of_two(num_pieces), 256)
+    return block_s, 1, min(columns, 8192 // block_s)
 
 
 def _merge_call(

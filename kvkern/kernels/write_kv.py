@@ -714,9 +714,8 @@ def write_kv(
     def write_again(
         pages: LayerPages, batch: PagedBatch | None, addresses: list[int | None]
     ) -> None:
-        addresses += pages.addresses
-        addresses += (None, None, None) if batch is None else batch.addresses
-        again(addresses, _counts(batch))
+        of_batch = (None, None, None) if batch is None else batch.addresses
+        again((*addresses, *pages.addresses, *of_batch, *_counts(batch)))
 
     return write_again
 

@@ -25,11 +25,17 @@ class KnownCalls(dict[Any, Callable[..., None]]):
         self[key] = again
 
 
-def addresses_and_kinds(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], list[Any]]:
-    """Where tensors begin, and everything else about them that a check or a kernel looks at.
+def kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor that a check or a kernel looks at, except where it begins.
 
-    That is shapes, strides, dtypes, devices and alignments. ``AttributeError`` if one is no tensor.
+    That is shape, strides, dtype, device and alignment. ``AttributeError`` if it is no tensor.
     """
+    address = tensor.data_ptr()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address & 15
+
+
+def addresses_and_kinds(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], list[Any]]:
+    """Where tensors begin, and what ``kind_of`` tells of them, in less time where they are many."""
     addresses: list[int | None] = []
     kinds: list[Any] = []
     low_bits = 0

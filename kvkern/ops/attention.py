@@ -1,6 +1,5 @@
 """Attention over the paged latent cache, and the merge of partial results."""
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from kvkern.backends import DecodeCall, choose, takes_e4m3_queries
 from kvkern.cache.storage import CacheView
 from kvkern.errors import ArgumentError, ShapeMismatchError
-from kvkern.ops._known import KnownCalls, addresses_and_kinds
+from kvkern.ops._known import KnownCalls, kind_of
 from kvkern.ops._sizes import FLOATS64, Sizes
 
 _E4M3 = torch.float8_e4m3fn
@@ -44,8 +43,8 @@ def mla_decode(
     Args:
         q: ``[T, H, L+R]``, bf16, fp16 or fp32 (fp64: reference only), last dim contiguous; any
             number of heads. Or e4m3 with ``q_scale``, as ``write_kv`` makes it: backend
-            ``"hopper"``, by name, multiplies it as it is on an fp8 cache with more than 32 rows;
-            otherwise it is dequantised to bf16 first.
+            ``"hopper"`` multiplies it as it is on an fp8 cache with more than 32 rows, which takes
+            four fifths of the time; elsewhere it is dequantised to bf16 first.
         cache: ``PagedKVCache.view(layer, batch)`` in any format. Cached values are dequantised
             and, if need be, rounded to q's dtype.
         softmax_scale: multiplies the scores; for MLA ``(nope + rope) ** -0.5`` of the model's
@@ -80,15 +79,18 @@ def mla_decode(
     Source: arXiv:2405.04434, section 2.1.2 (the absorbed form); arXiv:2205.14135 (online softmax).
     """
     options = (softmax_scale, num_splits, deterministic, use_fast_accum, backend)
-    key = _kind_of_decode(cache, (q, q_scale, out), options)
+    key = _kind_of_decode(cache, q, q_scale, out, options)
     again = _KNOWN.get(key)
     if again is not None:
-        cache.batch.check_num_tokens("q", q.shape[0])
-        if out is None:
-            shape = (q.shape[0], q.shape[1], cache.pages.format.kv_lora_rank)
-            out = q.new_empty(shape, dtype=q.dtype if q_scale is None else torch.bfloat16)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        again(q, cache.pages, cache.batch, out, lse, q_scale)
+        num_tokens, num_heads, _ = q.shape
+        pages, batch = cache
+        batch.check_num_tokens("q", num_tokens)
+        if out is None:  # torch.empty, and sizes one by one, as the cheapest of their kinds
+            dtype = q.dtype if q_scale is None else torch.bfloat16
+            latent_dim = pages.format.kv_lora_rank
+            out = torch.empty(num_tokens, num_heads, latent_dim, dtype=dtype, device=pages.device)
+        lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=pages.device)
+        again(q, pages, batch, out, lse, q_scale)
         return AttentionOutput(out, lse)
     fmt = cache.format
     sizes = Sizes(cache.pages.device, L=fmt.kv_lora_rank, K=fmt.row_dim, **{"1": 1})
@@ -113,15 +115,16 @@ def mla_decode(
         out = q.new_empty(q.shape[0], q.shape[1], fmt.kv_lora_rank, dtype=out_dtype)
     sizes.match("out", out, "T H L", out_dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    scales: dict[str, Tensor] = {}
-    if q_scale is not None:
-        if takes_e4m3_queries("mla_decode", backend):
-            scales["q_scale"] = q_scale
-        else:
-            q = (q.float() * q_scale).to(out_dtype)
     batch, pages = cache.batch, cache.pages
     max_rows = None if batch.max_query_len is None else batch.max_query_len * q.shape[1]
     call = DecodeCall(q.dtype, fmt, pages.page_size, num_splits, is_invariant, max_rows)
+    scales: dict[str, Tensor] = {}
+    if q_scale is not None:
+        if takes_e4m3_queries("mla_decode", backend, q.device, call):
+            scales["q_scale"] = q_scale
+        else:
+            q = (q.float() * q_scale).to(out_dtype)
+            call = call._replace(q_dtype=out_dtype)
     run = choose("mla_decode", backend, q.device, q.dtype, call)
     again = run(
         q, pages, batch, softmax_scale, num_splits, is_invariant, use_fast_accum, out, lse, **scales
@@ -135,16 +138,20 @@ _KNOWN = KnownCalls(most=4096)
 
 
 def _kind_of_decode(
-    cache: CacheView, tensors: Sequence[Tensor | None], options: tuple[Any, ...]
+    cache: CacheView,
+    q: Tensor,
+    q_scale: Tensor | None,
+    out: Tensor | None,
+    options: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     """Everything that a check, or the choice of a kernel, looks at; nothing without tensors."""
+    pages, batch = cache
+    bounds = (batch.num_requests, batch.max_query_len, batch.max_pages)
     try:
-        _, kinds = addresses_and_kinds(tensors)
+        kinds = (kind_of(q), q_scale is None or kind_of(q_scale), out is None or kind_of(out))
     except AttributeError:
         return ()
-    pages, batch = cache
-    of_batch = (batch.num_requests, batch.max_query_len, batch.max_pages)
-    return (pages.kind, of_batch, options, *kinds)
+    return (pages.kind, bounds, options, *kinds)
 
 
 def mla_prefill(

@@ -18,32 +18,73 @@ KINDS = [
 ]  # fmt: skip
 
 
+class Again:
+    """What can be launched again: takes down what varies, by name."""
+
+    def __init__(self, kernel, num_varying, calls):
+        self.kernel, self.names, self.num_varying = kernel, list(kernel.arg_names), num_varying
+        self.calls = calls
+        self.num_encoded = 0
+
+    def encoded(self, first, values):
+        self.num_encoded += 1
+        return [SimpleNamespace(name=self.names[n], value=v) for n, v in enumerate(values, first)]
+
+    def on(self, stream, varying):
+        assert stream == STREAM and len(varying) == self.num_varying
+        given = dict(zip(self.names, varying, strict=False))
+        for name, value in given.items():
+            if isinstance(value, SimpleNamespace):
+                assert value.name == name
+                given[name] = value.value
+        self.calls.append((self.kernel.__name__, given))
+
+
+STREAM = 77
+
+
 @pytest.fixture
-def launched(monkeypatch):
+def host(monkeypatch):
+    """Where the host stands, and where it went."""
+    host = SimpleNamespace(card=0, visits=[], agains=[])
+
+    class StandOn:
+        def __init__(self, card):
+            self.card = card
+
+        def __enter__(self):
+            self.before, host.card = host.card, self.card
+            host.visits.append(self.card)
+
+        def __exit__(self, *_):
+            host.card = self.before
+
+    cuda = SimpleNamespace(
+        current_device=lambda: host.card, is_current_stream_capturing=lambda: False, device=StandOn
+    )
+    monkeypatch.setattr(hopper.torch, "cuda", cuda)
+    monkeypatch.setattr(hopper, "device_finder", lambda: cuda.current_device)
+    monkeypatch.setattr(hopper, "stream_finder", lambda: lambda card: STREAM)
+    return host
+
+
+@pytest.fixture
+def launched(monkeypatch, host):
     """Names of kernels with what they were given: all arguments at first, then what varies."""
     calls = []
 
     def launch(kernel, grid, arguments, options, device, *, num_varying):
+        assert host.card == 0
         names = list(kernel.arg_names)
         assert set(arguments) == set(names)
         calls.append((kernel.__name__, {name: arguments[name] for name in names}))
-
-        def again(addresses, counts):
-            assert counts == () and len(addresses) == num_varying
-            given = dict(zip(names, addresses, strict=False))
-            calls.append((kernel.__name__, given))
-
-        return again
+        host.agains.append(Again(kernel, num_varying, calls))
+        return host.agains[-1]
 
     for module in (decode_call, schedule):
         monkeypatch.setattr(module, "launch", launch)
     for module in (hopper, schedule):
         monkeypatch.setattr(module, "gpu_of", lambda device: Gpu(90, 132))
-    monkeypatch.setattr(hopper, "current_stream", lambda device: 0)
-    cuda = SimpleNamespace(
-        current_device=lambda: 0, is_current_stream_capturing=lambda: False, device=pytest.fail
-    )
-    monkeypatch.setattr(hopper.torch, "cuda", cuda)
     return calls
 
 
@@ -87,9 +128,55 @@ def test_repeated_launch_is_given_what_a_first_one_would_be(name, num_heads, dty
             for argument, value in given.items():
                 want = address_of(at_first[argument])
                 assert address_of(value) == want, (kernel, argument)
-                if hasattr(value, "shape"):
+                if hasattr(value, "strides"):
                     assert list(value.shape) == list(at_first[argument].shape)
                     assert list(value.strides) == list(at_first[argument].strides)
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_layers_and_queries_that_come_again_are_not_encoded_again(num_heads, launched, host):
+    cache, batch, tensors = make("bf16", num_heads, BF16)
+    q, _, out, lse = tensors()
+    calls = hopper.mla_decode(q, cache.layer(0), batch, 0.1, None, False, False, out, lse)
+    (again,) = [again for again in host.agains if "decode" in again.kernel.__name__]
+    counts = []
+    for layer, query in ((0, q), (1, q), (0, q), (1, q.clone()), (1, q)):
+        calls(query, cache.layer(layer), batch, out, lse, None)
+        counts.append(again.num_encoded)
+    assert counts == [2, 3, 3, 4, 4]
+
+
+def test_same_query_may_come_with_another_scale(launched, host):
+    cache, batch, tensors = make("fp8", 128, E4M3)
+    q, q_scale, out, lse = tensors()
+    calls = hopper.mla_decode(q, cache.layer(0), batch, 0.1, None, False, False, out, lse, q_scale)
+    for scale in [torch.ones(1) for _ in range(3)]:
+        calls(q, cache.layer(0), batch, out, lse, scale)
+        (given,) = [given for kernel, given in launched[-2:] if "decode" in kernel]
+        assert given["q_scale_ptr"] is scale
+
+
+def test_encoded_queries_are_forgotten_when_they_are_many(launched, host, monkeypatch):
+    monkeypatch.setattr(decode_call, "_MOST_QUERIES", 2)
+    cache, batch, tensors = make("bf16", 16, BF16)
+    q, _, out, lse = tensors()
+    calls = hopper.mla_decode(q, cache.layer(0), batch, 0.1, None, False, False, out, lse)
+    for query in [torch.zeros_like(q) for _ in range(5)]:
+        calls(query, cache.layer(0), batch, out, lse, None)
+        assert len(calls.__self__._decode._queries) <= 2
+        (given,) = [given for kernel, given in launched[-2:] if "decode" in kernel]
+        assert given["q_ptr"] is query
+
+
+def test_host_goes_to_the_batchs_card_once_and_comes_back(launched, host):
+    cache, batch, tensors = make("bf16", 16, BF16)
+    q, _, out, lse = tensors()
+    calls = hopper.mla_decode(q, cache.layer(0), batch, 0.1, None, False, False, out, lse)
+    assert host.visits == []
+    host.card = 3
+    launched.clear()
+    calls(q, cache.layer(0), batch, out, lse, None)
+    assert host.visits == [0] and host.card == 3 and len(launched) == 3
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])

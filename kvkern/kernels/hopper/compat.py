@@ -1,6 +1,6 @@
 """The one place that knows what Gluon's releases (Triton 3.6 to 3.9) call the same thing."""
 
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,31 +29,13 @@ def view_tile(tile, dtype, shape, layout, _semantic=None):
     )
 
 
-class MovedDescriptor:
-    """What a launch reads of a ``TensorDescriptor``, at another base that has a ``data_ptr()``."""
-
-    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
-
-    def __init__(self, descriptor: TensorDescriptor, base: Any) -> None:
-        self.base = base
-        self.shape, self.strides = descriptor.shape, descriptor.strides
-        self.padding, self.round_f32_to_tf32 = "zero", False
-
-
-class Address:
-    """A base that keeps no tensor alive."""
-
-    __slots__ = ("_address",)
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
 def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """What the TMA needs to know to fetch blocks of ``rows`` ``[N, K]``; outside them are zeros."""
-    shape = list(block)
-    layout = gl.NVMMASharedLayout.get_default_for(shape, GLUON_TYPES[rows.dtype])
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), shape, layout)
+    layout = _default_layout(block, rows.dtype)
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(block), layout)
+
+
+@lru_cache
+def _default_layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Remembered, as to find it takes longer than the rest of a descriptor."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

@@ -5,12 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages
 from kvkern.kernels.config import KernelConfig, config_of_call
-from kvkern.kernels.hopper.compat import Address, MovedDescriptor
 from kvkern.kernels.hopper.paging import box_keys
 from kvkern.kernels.launch import Launch, launch
 from kvkern.kernels.numerics import LN_2
@@ -78,8 +76,8 @@ def launch_decode(
 ) -> "DecodeAgain | None":
     """Fill the rows of requests that are not cut, the pieces of those that are, and padding.
 
-    Returns how to do it again, for ``(q, q_scale, pages, batch, out, lse, schedule)`` of the same
-    kinds: ``out`` and ``lse`` by their addresses, ``schedule`` by its own. None if there is no way.
+    Returns how to do it again, with tensors, a batch and a schedule of the same kinds; None if
+    there is no way.
     """
     query = kernel.query_fields(q, q_scale, pages.format)
     arguments = _arguments(kernel, query, q, pages, batch, softmax_scale, out, lse, schedule)
@@ -88,12 +86,10 @@ def launch_decode(
     again = launch(
         kernel.function, grid, arguments, kernel.options, q.device, num_varying=num_varying
     )
-    takes_scale = "q_scale_ptr" in query
-    query.pop("q_scale_ptr", None)
-    bases = [getattr(value, "base", value) for value in query.values()]
+    bases = [getattr(value, "base", value) for value in query.values() if value is not q_scale]
     if again is None or any(base.data_ptr() != q.data_ptr() for base in bases):  # of a copy
         return None
-    return DecodeAgain(kernel, again, list(query.values()), takes_scale=takes_scale)
+    return DecodeAgain(kernel, again, len(query))
 
 
 def _arguments(
@@ -116,44 +112,54 @@ def _arguments(
 class DecodeAgain:
     """Launches the same variant for other addresses."""
 
-    def __init__(
-        self, kernel: Kernel, again: Launch, query: Sequence[Any], *, takes_scale: bool
-    ) -> None:
-        self._again, self._page_fields, self._takes_scale = again, kernel.page_fields, takes_scale
-        self._query = [_without_tensor(value) for value in query]
-        self._known_layers: dict[Any, list[Any]] = {}  # what their page fields are, by address
+    def __init__(self, kernel: Kernel, again: Launch, num_query_fields: int) -> None:
+        self._kernel, self._again, self._num_query_fields = kernel, again, num_query_fields
+        self._queries: dict[Any, list[Any]] = {}  # query and page fields, encoded, by address
+        self._layers: dict[Any, list[Any]] = {}
 
-    def __call__(
+    def on(
         self,
+        stream: int,
         q: Tensor,
         q_scale: Tensor | None,
         pages: LayerPages,
-        batch: PagedBatch,
         out: int,
         lse: int,
-        schedule: Sequence[int],
+        step: Sequence[int],
     ) -> None:
-        bounds, _, _, outs, lses = schedule
-        key = pages.addresses[0]
-        layer = self._known_layers.get(key)
+        """Launch on a stream of the tensors' card, where the host must stand.
+
+        ``out``, ``lse``: their addresses; ``step``: the ``step_addresses``.
+        """
+        q_address = q.data_ptr() if q_scale is None else (q.data_ptr(), q_scale.data_ptr())
+        query = self._queries.get(q_address)
+        if query is None:
+            query = self._encode_query(q_address, q, q_scale, pages.format)
+        layer = self._layers.get(pages.addresses[0])
         if layer is None:
-            layer = [_without_tensor(value) for value in self._page_fields(pages).values()]
-            self._known_layers[key] = layer
-        query = [
-            MovedDescriptor(value, q) if isinstance(value, MovedDescriptor) else q.data_ptr()
-            for value in self._query
-        ]
-        if self._takes_scale:
-            query.append(_without_tensor(q_scale))
-        common = (out, lse, outs, lses, bounds, *batch.addresses)
-        self._again((*query, *layer, *common), ())
+            fields = self._kernel.page_fields(pages)
+            layer = self._again.encoded(self._num_query_fields, fields.values())
+            self._layers[pages.addresses[0]] = layer
+        self._again.on(stream, (*query, *layer, out, lse, *step))
+
+    def _encode_query(
+        self, q_address: Any, q: Tensor, q_scale: Tensor | None, fmt: CacheFormat
+    ) -> list[Any]:
+        """A server's allocator comes back to the same few addresses, step after step."""
+        fields = self._kernel.query_fields(q, q_scale, fmt)
+        if len(self._queries) >= _MOST_QUERIES:
+            self._queries.clear()
+        self._queries[q_address] = query = self._again.encoded(0, fields.values())
+        return query
 
 
-def _without_tensor(value: Tensor | TensorDescriptor | None) -> Any:
-    """The same to a launch, and keeps no memory alive."""
-    if isinstance(value, TensorDescriptor):
-        return MovedDescriptor(value, Address(value.base.data_ptr()))
-    return None if value is None else value.data_ptr()
+_MOST_QUERIES = 128
+
+
+def step_addresses(schedule: Sequence[int], batch: PagedBatch) -> tuple[int, ...]:
+    """What a kernel is given after ``out`` and ``lse``; ``schedule``: its addresses."""
+    bounds, _, _, outs, lses = schedule
+    return outs, lses, bounds, *batch.addresses
 
 
 def shipped_config(

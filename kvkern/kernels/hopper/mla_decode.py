@@ -3,7 +3,8 @@
 The kernels follow a schedule that is made on the device, once a step, in the batch's own memory.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,13 @@ from kvkern.kernels.hopper import (
     mla_decode_many,
     mla_decode_many_fp8,
 )
-from kvkern.kernels.hopper.decode_call import DecodeAgain, Kernel, launch_decode
-from kvkern.kernels.launch import Launch, current_stream
+from kvkern.kernels.hopper.decode_call import (
+    DecodeAgain,
+    Kernel,
+    launch_decode,
+    step_addresses,
+)
+from kvkern.kernels.launch import Launch, device_finder, stream_finder
 from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.schedule import (
     Schedule,
@@ -58,7 +64,7 @@ def mla_decode(
     out: Tensor,
     lse: Tensor,
     q_scale: Tensor | None = None,
-) -> "_Calls | None":
+) -> Callable[..., None] | None:
     """Launch, and merge what the schedule cut. ``kvkern.mla_decode`` has checked the arguments.
 
     Returns how to repeat it with tensors and batches that differ in nothing but addresses.
@@ -70,8 +76,8 @@ def mla_decode(
     work = choose_work(num_heads, max_query_len, pages.format, gpu_of(batch.device))
     kernel = _kernel_for(work, pages.format, use_fast_accum)
     calls = _Calls(batch.device, num_heads, max_query_len, work, kernel, softmax_scale)
-    calls(q, pages, batch, out, lse, q_scale)
-    return calls
+    calls.run(q, pages, batch, out, lse, q_scale)
+    return calls.run
 
 
 def _kernel_for(work: Work, fmt: CacheFormat, use_fast_accum: bool) -> Kernel:
@@ -84,8 +90,12 @@ def _kernel_for(work: Work, fmt: CacheFormat, use_fast_accum: bool) -> Kernel:
 
 
 class _Made(NamedTuple):
+    """A schedule, where it lies, and what kernels are given of it and of its batch."""
+
     schedule: Schedule
-    addresses: tuple[int, ...]
+    fill: tuple[int, ...]
+    step: tuple[int, ...]
+    merge: tuple[int, ...]  # out and lse come after these
     maker: LayerPages  # the layer that it was made for
 
 
@@ -102,13 +112,14 @@ class _Calls:
         softmax_scale: float,
     ) -> None:
         self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._current_device, self._current_stream = device_finder(), stream_finder()
         self._num_heads, self._max_query_len = num_heads, max_query_len
         self._work, self._kernel, self._softmax_scale = work, kernel, softmax_scale
         self._fill: Launch | None = None
         self._decode: DecodeAgain | None = None
         self._merge: Launch | None = None
 
-    def __call__(
+    def run(
         self,
         q: Tensor,
         pages: LayerPages,
@@ -117,42 +128,48 @@ class _Calls:
         lse: Tensor,
         q_scale: Tensor | None,
     ) -> None:
-        if torch.cuda.current_device() != self._device:
+        if self._current_device() != self._device:
             with torch.cuda.device(self._device):
-                return self(q, pages, batch, out, lse, q_scale)
-        made = self._schedule_of(batch, pages)
+                return self.run(q, pages, batch, out, lse, q_scale)
+        stream = self._current_stream(self._device)
+        # a captured graph makes its own schedule, at each replay
+        key = (pages.kind, self._num_heads, stream, torch.cuda.is_current_stream_capturing())
+        made = batch.workspaces.get(key) or self._make(key, batch, pages)
         if made.maker is pages:
-            self._fill_schedule(made, batch)
+            self._fill_schedule(made, batch, stream)
         if self._decode is None:
             self._decode = launch_decode(
                 self._kernel, q, q_scale, pages, batch, self._softmax_scale, out, lse, made.schedule
             )
             self._merge = merge_cuts(made.schedule, batch, out, lse)
             return None
-        out_address, lse_address = out.data_ptr(), lse.data_ptr()
-        self._decode(q, q_scale, pages, batch, out_address, lse_address, made.addresses)
+        addresses = (out.data_ptr(), lse.data_ptr())
+        self._decode.on(stream, q, q_scale, pages, *addresses, made.step)
         if self._merge is not None:
-            self._merge(merge_addresses(made.addresses, batch, out_address, lse_address), ())
+            self._merge.on(stream, made.merge + addresses)
 
-    def _schedule_of(self, batch: PagedBatch, pages: LayerPages) -> _Made:
-        """The batch's schedule for this cache and number of heads, on this stream.
+    def _make(self, key: Any, batch: PagedBatch, pages: LayerPages) -> _Made:
+        """The batch's schedule for this cache and number of heads, on this stream; not yet filled.
 
-        The layer that it was made for makes it anew when it comes round again, which is the next
-        step; so does a captured graph at each replay. Another layer's is used as it is.
+        The layer that it was made for fills it anew when it comes round again, which is the next
+        step. Another layer's is used as it is.
         """
-        is_capturing = torch.cuda.is_current_stream_capturing()
-        key = (pages.kind, self._num_heads, current_stream(self._device), is_capturing)
-        made: _Made | None = batch.workspaces.get(key)
-        if made is None:
-            latent_dim = pages.format.kv_lora_rank
-            schedule = make_schedule(
-                batch, self._num_heads, self._max_query_len, latent_dim, self._work
-            )
-            batch.workspaces[key] = made = _Made(schedule, schedule.addresses, pages)
+        latent_dim = pages.format.kv_lora_rank
+        schedule = make_schedule(
+            batch, self._num_heads, self._max_query_len, latent_dim, self._work
+        )
+        addresses = schedule.addresses
+        batch.workspaces[key] = made = _Made(
+            schedule,
+            schedule_addresses(addresses, batch),
+            step_addresses(addresses, batch),
+            merge_addresses(addresses, batch),
+            pages,
+        )
         return made
 
-    def _fill_schedule(self, made: _Made, batch: PagedBatch) -> None:
+    def _fill_schedule(self, made: _Made, batch: PagedBatch, stream: int) -> None:
         if self._fill is None:
             self._fill = fill_schedule(made.schedule, batch, self._num_heads)
         else:
-            self._fill(schedule_addresses(made.addresses, batch), ())
+            self._fill.on(stream, made.fill)

@@ -55,6 +55,7 @@ from kvkern.kernels.hopper.paging import (
     share_of,
     slots_of,
     table_row,
+    token_of,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Work
@@ -100,6 +101,10 @@ def _fetch(
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
+    # before keys fill the memory's queues
+    prefetch_query(
+        q_ptr, lengths, num_heads, stride_q_token, stride_q_head, GANG, ROWS, LATENT_DIM + ROPE_DIM
+    )
     fetched = 0
     for request in range(part[0], end):
         _, num_tokens, cached, begin, stop = share_of(lengths, request, part)
@@ -170,6 +175,10 @@ def _gather(
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
+    # before keys fill the memory's queues
+    prefetch_query(
+        q_ptr, lengths, num_heads, stride_q_token, stride_q_head, GANG, ROWS, LATENT_DIM + ROPE_DIM
+    )
     fetched = 0
     for request in range(part[0], end):
         _, num_tokens, cached, begin, stop = share_of(lengths, request, part)
@@ -275,9 +284,9 @@ def _attend(
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
             mask_row = row < num_rows
-            token = row // num_heads
+            token = token_of(row, num_heads)
             offs_row = (start + token).to(gl.int64) * stride_q_token
-            offs_row += (row % num_heads).to(gl.int64) * stride_q_head
+            offs_row += (row - token * num_heads).to(gl.int64) * stride_q_head
             position = cached + token
             own_page = find_pages(
                 table_ptr, position, gl.where(mask_row, seq_len, 0), max_pages, PAGE_SIZE
@@ -397,8 +406,6 @@ def _mla_decode_few_kernel(
     full = make_barriers(STAGES, 1 if BOX > 1 else 1 + 128)  # copies of 128 threads arrive
     empty = make_barriers(STAGES, 1)
     fence_async_shared()
-    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
-    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
     gl.warp_specialize(
         [
             (
@@ -423,6 +430,8 @@ def _mla_decode_few_kernel(
         [1 if BOX > 1 else 4],
         [56 if BOX > 1 else 152],
     )  # fmt: skip
+    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
+    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
 
 
 def _query_fields(q: Tensor, q_scale: None, fmt: CacheFormat) -> dict[str, Any]:

@@ -55,6 +55,7 @@ from kvkern.kernels.hopper.paging import (
     scalar,
     share_of,
     table_row,
+    token_of,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
@@ -104,6 +105,10 @@ def _fetch(
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
+    # before keys fill the memory's queues
+    prefetch_query(
+        q_ptr, lengths, num_heads, stride_q_token, stride_q_head, GANG, ROWS, LATENT_DIM + ROPE_DIM
+    )
     fetched = 0
     for request in range(part[0], end):
         _, num_tokens, cached, begin, stop = share_of(lengths, request, part)
@@ -174,46 +179,54 @@ def _term(values, BITS: gl.constexpr, TERM: gl.constexpr):
 
 
 @gluon.jit
-def _load_query(q_ptr, query, offs_row, mask_row, rope_factor, ROPE_DIM, TERM: gl.constexpr):
-    """One term of a tile of query rows, each over its power of two, which is returned.
+def _load_query(
+    q_ptr, query, first_row, num_left, start, num_heads, stride_q_token, stride_q_head, rope_factor,
+    ROPE_DIM: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """Eight rows of a tile from ``FIRST`` on: both terms of each over its power of two, and that.
 
-    Rows that are not there are zero. Both warpgroups find the same powers.
+    Rows that are not there are zero.
     """
-    q_latent, q_rope = query[0].index(0), query[1].index(0)
+    q_latent, q_rope, powers = query[0].index(0), query[1].index(0), query[2]
     ROWS: gl.constexpr = q_latent.shape[0] // 2
     LATENT_DIM: gl.constexpr = q_latent.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, LATENT_DIM // 32], [1, 32], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    OF_WIDE: gl.constexpr = gl.SliceLayout(1, WIDE)
     OF_NARROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    row = FIRST + gl.arange(0, 8, layout=gl.SliceLayout(1, WIDE))
+    token = token_of(first_row + row, num_heads)
+    head = first_row + row - token * num_heads
+    offs_row = (start + token).to(gl.int64) * stride_q_token + head.to(gl.int64) * stride_q_head
     offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, WIDE))
-    offs = gl.expand_dims(gl.convert_layout(offs_row, OF_WIDE), 1) + gl.expand_dims(offs_l, 0)
-    mask = gl.expand_dims(gl.convert_layout(mask_row, OF_WIDE), 1)
+    offs = gl.expand_dims(offs_row, 1) + gl.expand_dims(offs_l, 0)
+    mask = gl.expand_dims(row < num_left, 1)
     latent = gl.load(q_ptr + offs, mask=mask, other=0.0).to(gl.float32)
     offs_r = gl.arange(0, 64, layout=gl.SliceLayout(0, NARROW))
-    offs = gl.expand_dims(gl.convert_layout(offs_row, OF_NARROW), 1) + gl.expand_dims(offs_r, 0)
-    mask = gl.expand_dims(gl.convert_layout(mask_row, OF_NARROW), 1)
+    offs_row = gl.convert_layout(offs_row, OF_NARROW, assert_trivial=True)
+    mask = gl.expand_dims(gl.convert_layout(row < num_left, OF_NARROW, assert_trivial=True), 1)
     mask = mask & gl.expand_dims(offs_r < ROPE_DIM, 0)
+    offs = gl.expand_dims(offs_row, 1) + gl.expand_dims(offs_r, 0)
     rope = gl.load(q_ptr + LATENT_DIM + offs, mask=mask, other=0.0).to(gl.float32) * rope_factor
 
     # the largest comes to lie in [128, 256), below e4m3's 448; in bf16, rope columns have the range
     # to lie far above, and leave the bits to latents whose scales are large
     IS_NARROW: gl.constexpr = q_rope.dtype.primitive_bitwidth == 8
-    largest = gl.convert_layout(gl.max(gl.abs(rope), 1), OF_WIDE)
+    largest = gl.convert_layout(gl.max(gl.abs(rope), 1), row.type.layout, assert_trivial=True)
     largest = largest if IS_NARROW else largest * _ROPE_RANGE
     largest = gl.maximum(gl.maximum(gl.max(gl.abs(latent), 1), largest), _MIN_SCALE)
     power = _power_below(largest) * 0.0078125
+    powers.slice(FIRST, 8, dim=0).store(power)
     inverse = _inverse_of(power)
     latent = latent * gl.expand_dims(inverse, 1)
-    rope = rope * gl.expand_dims(gl.convert_layout(inverse, OF_NARROW), 1)
+    rope = rope * gl.expand_dims(gl.convert_layout(inverse, OF_NARROW, assert_trivial=True), 1)
     BITS: gl.constexpr = _E4M3_BITS if IS_NARROW else _BF16_BITS
-    q_latent.slice(TERM * ROWS, ROWS, dim=0).store(
-        _term(latent, _E4M3_BITS, TERM).to(q_latent.dtype)
-    )
-    if ROPE_DIM > 0:
-        q_rope.slice(TERM * ROWS, ROWS, dim=0).store(_term(rope, BITS, TERM).to(q_rope.dtype))
+    for term in gl.static_range(2):
+        rows = q_latent.slice(term * ROWS + FIRST, 8, dim=0)
+        rows.store(_term(latent, _E4M3_BITS, term).to(q_latent.dtype))
+        if ROPE_DIM > 0:
+            rows = q_rope.slice(term * ROWS + FIRST, 8, dim=0)
+            rows.store(_term(rope, BITS, term).to(q_rope.dtype))
     fence_async_shared()
-    return gl.convert_layout(power, offs_row.type.layout)
 
 
 @gluon.jit
@@ -388,8 +401,7 @@ def _attend(
     results,
     work,
     scale_log2,
-    latent_scale,
-    rope_factor,
+    layer_scales_ptr,
     stride_q_token,
     stride_q_head,
     W: gl.constexpr,  # which of the two warpgroups
@@ -421,6 +433,12 @@ def _attend(
     OF_ROW: gl.constexpr = gl.SliceLayout(0, MMA)
     OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
     no_values = gl.zeros([128, ROWS], gl.float32, MMA)
+    latent_scale = 1.0
+    rope_factor = 1.0
+    if layer_scales_ptr is not None:
+        latent_scale = gl.load(layer_scales_ptr)
+        rope_factor = gl.load(layer_scales_ptr + 1) / latent_scale
+        scale_log2 *= latent_scale
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
@@ -435,16 +453,18 @@ def _attend(
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
             mask_row = row < num_rows
-            token = row // num_heads
-            offs_row = (start + token).to(gl.int64) * stride_q_token
-            offs_row += (row % num_heads).to(gl.int64) * stride_q_head
-            num_visible, min_visible = visible_keys(
-                table_ptr, cached + token, mask_row, seq_len, max_pages, PAGE_SIZE
-            )
-            power = _load_query(q_ptr, query, offs_row, mask_row, rope_factor, ROPE_DIM, W)
+            if W * 8 < ROWS:
+                _load_query(
+                    q_ptr, query, tile * ROWS, num_rows - tile * ROWS, start, num_heads,
+                    stride_q_token, stride_q_head, rope_factor, ROPE_DIM, W * 8,
+                )  # fmt: skip
             mbarrier.arrive(meeting, count=1)
-            row_scale = power * scale_log2
+            num_visible, min_visible = visible_keys(
+                table_ptr, cached + token_of(row, num_heads), mask_row, seq_len, max_pages,
+                PAGE_SIZE,
+            )  # fmt: skip
             mbarrier.wait(meeting, 0)
+            row_scale = query[2].load(OF_ROW) * scale_log2
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
             weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
@@ -616,6 +636,7 @@ def _mla_decode_few_fp8_kernel(
     holes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
     q_latent = gl.allocate_shared_memory(E4M3, [1, 2 * ROWS, LATENT_DIM], latent_layout)
     q_rope = gl.allocate_shared_memory(ROPE_TYPE, [1, 2 * ROWS, 64], rope_layout)
+    powers = gl.allocate_shared_memory(gl.float32, [ROWS], one)
     tiles0 = gl.allocate_shared_memory(gl.float16, [NUM_TILES, BLOCK_N, ROWS], tile_layout)
     tiles1 = gl.allocate_shared_memory(gl.float16, [NUM_TILES, BLOCK_N, ROWS], tile_layout)
     exchange = gl.allocate_shared_memory(gl.float32, [2, 128, ROWS], exchange_layout)
@@ -625,16 +646,8 @@ def _mla_decode_few_fp8_kernel(
     empty = make_barriers(STAGES, 1)
     meeting = make_barriers(1, 2).index(0)
     fence_async_shared()
-    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
-    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
-    latent_scale = 1.0
-    rope_factor = 1.0
-    if layer_scales_ptr is not None:
-        latent_scale = gl.load(layer_scales_ptr)
-        rope_factor = gl.load(layer_scales_ptr + 1) / latent_scale
-        scale_log2 *= latent_scale
     keys = (latents, ropes, scales, holes)
-    query = (q_latent, q_rope)
+    query = (q_latent, q_rope, powers)
     barriers = (full, empty, meeting)
     results = (out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, slot_rows)
     work = (bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads)
@@ -644,7 +657,7 @@ def _mla_decode_few_fp8_kernel(
                 _attend,
                 (
                     q_ptr, query, keys, tiles0, exchange, maxima_and_sums, barriers, results, work,
-                    scale_log2, latent_scale, rope_factor, stride_q_token, stride_q_head, 0, GANG,
+                    scale_log2, layer_scales_ptr, stride_q_token, stride_q_head, 0, GANG,
                     PAGE_SIZE, BOX, ROPE_DIM, NUM_GROUPS, LN_2,
                 ),
             ),
@@ -652,7 +665,7 @@ def _mla_decode_few_fp8_kernel(
                 _attend,
                 (
                     q_ptr, query, keys, tiles1, exchange, maxima_and_sums, barriers, results, work,
-                    scale_log2, latent_scale, rope_factor, stride_q_token, stride_q_head, 1, GANG,
+                    scale_log2, layer_scales_ptr, stride_q_token, stride_q_head, 1, GANG,
                     PAGE_SIZE, BOX, ROPE_DIM, NUM_GROUPS, LN_2,
                 ),
             ),
@@ -668,6 +681,8 @@ def _mla_decode_few_fp8_kernel(
         [4, 1],
         [232, 40],
     )  # fmt: skip
+    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
+    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
 
 
 def _query_fields(q: Tensor, q_scale: None, fmt: CacheFormat) -> dict[str, Any]:

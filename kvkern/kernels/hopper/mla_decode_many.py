@@ -59,6 +59,7 @@ from kvkern.kernels.hopper.paging import (
     slots_of,
     store_half,
     table_row,
+    token_of,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
@@ -213,7 +214,7 @@ def _attend_left(
                     q, keys, full_left, full_right, done, no_scores, BOX, ROPE_DIM
                 )
                 num_visible, min_visible = visible_keys(
-                    table_ptr, cached + row // num_heads, mask_row, seq_len, max_pages, PAGE_SIZE
+                    table_ptr, cached + token_of(row, num_heads), mask_row, seq_len, max_pages, PAGE_SIZE
                 )
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 for block in range(begin, stop - 1):
@@ -626,8 +627,6 @@ def _mla_decode_many_kernel(
     q_empty = single.index(1)
     passed = single.index(2)
     taken = single.index(3)
-    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
-    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
     gl.warp_specialize(
         [
             (
@@ -663,6 +662,8 @@ def _mla_decode_many_kernel(
         [4, 1 if BOX > 1 else 4],
         [208 if BOX > 1 else 184, 40 if BOX > 1 else 80],
     )  # fmt: skip
+    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
+    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
 
 
 def _query_fields(q: Tensor, q_scale: None, fmt: CacheFormat) -> dict[str, Any]:

@@ -28,15 +28,18 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.cache.storage import LayerPages, PagedKVCache
 from kvkern.kernels.config import KernelConfig
-from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
+from kvkern.kernels.hopper.compat import load_tile, tile_descriptor, view_tile
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.e4m3 import (
     SHARE_ROWS,
-    add_values,
+    end_sum,
     join_columns,
-    load_values,
+    load_pairs,
+    no_pairs,
     pack_weights,
     quantise_query,
+    split_pairs,
+    start_sum,
     view_pairs,
 )
 from kvkern.kernels.hopper.paging import (
@@ -62,6 +65,7 @@ from kvkern.kernels.hopper.paging import (
     slots_of,
     store_half,
     table_row,
+    token_of,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
@@ -77,75 +81,143 @@ _WEIGHT_LOG2: gl.constexpr = gl.constexpr(8.0)
 
 
 @gluon.jit
-def _start_scores(q, keys, full_keys, block, no_scores, ROPE_DIM: gl.constexpr):
-    """Scores of the ring's ``block``-th block, not waited for.
+def _start_scores(
+    q, keys, full_keys, block, scores, PHASE: gl.constexpr, PHASES: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+):  # fmt: skip
+    """A share of the products that the scores of the ring's ``block``-th block are the sum of.
 
     The low term first: then its sums are small, and lose nothing to those of the high one.
     """
     q_left, q_right, q_rope = q
-    left, right, rope = keys
+    left, _right, rope = keys
     STAGES: gl.constexpr = left.shape[0]
     TERMS: gl.constexpr = q_left.shape[0]
-    ROPE_TERMS: gl.constexpr = q_rope.shape[0]
-    stage = block % STAGES
-    mbarrier.wait(full_keys.index(stage), (block // STAGES) & 1)
-    scores = no_scores
-    if (ROPE_TERMS > TERMS) & (ROPE_DIM > 0):
-        zero = block >> 30
-        scores = warpgroup_mma(
-            q_rope.index(zero + 1), rope.index(stage + zero).permute((1, 0)), scores,
-            use_acc=False, is_async=True,
-        )  # fmt: skip
-    for step in gl.static_range(TERMS):
-        # plus a zero that the compiler cannot see: addresses known from before would be kept in
-        # registers, and moved for each wgmma
-        zero = block >> (28 + step)
-        term = zero + (TERMS - 1 - step)
-        scores = warpgroup_mma(
-            q_left.index(term), left.index(stage + zero).permute((1, 0)), scores,
-            use_acc=(step > 0) | ((ROPE_TERMS > TERMS) & (ROPE_DIM > 0)), is_async=True,
-        )  # fmt: skip
-        scores = warpgroup_mma(
-            q_right.index(term), right.index(stage + zero).permute((1, 0)), scores, is_async=True
-        )
-        if ROPE_DIM > 0:
+    HAS_MORE_ROPE: gl.constexpr = (q_rope.shape[0] > TERMS) & (ROPE_DIM > 0)
+    STEPS: gl.constexpr = TERMS * (2 * left.shape[2] // 128 + (1 if ROPE_DIM > 0 else 0))
+    if PHASE == 0:
+        stage = block % STAGES
+        mbarrier.wait(full_keys.index(stage), (block // STAGES) & 1)
+        if HAS_MORE_ROPE:
+            rope_keys = rope.index(stage).permute((1, 0))
             scores = warpgroup_mma(
-                q_rope.index(term), rope.index(stage + zero).permute((1, 0)), scores, is_async=True
+                q_rope.index(1), rope_keys, scores, use_acc=False, is_async=True
             )
+    for step in gl.static_range(
+        (STEPS * PHASE + PHASES - 1) // PHASES, (STEPS * (PHASE + 1) + PHASES - 1) // PHASES
+    ):
+        scores = _start_step(q, keys, block, scores, step, HAS_MORE_ROPE, ROPE_DIM)
     return scores
 
 
 @gluon.jit
-def _pass_on_weights(
+def _start_step(
+    q, keys, block, scores, STEP: gl.constexpr, HAS_SUM: gl.constexpr, ROPE_DIM: gl.constexpr
+):
+    """Scores of one term and 128 latent columns, or the rope columns."""
+    q_left, q_right, q_rope = q
+    left, right, rope = keys
+    TERMS: gl.constexpr = q_left.shape[0]
+    CHUNKS: gl.constexpr = left.shape[2] // 128
+    OF_TERM: gl.constexpr = 2 * CHUNKS + (1 if ROPE_DIM > 0 else 0)
+    OF_STEP: gl.constexpr = STEP % OF_TERM
+    # plus a zero that the compiler cannot see: addresses known from before would be kept in
+    # registers, and moved for each wgmma
+    zero = block >> 30
+    stage = block % left.shape[0] + zero
+    term = TERMS - 1 - STEP // OF_TERM + zero
+    if OF_STEP == 2 * CHUNKS:
+        queries, columns = q_rope.index(term), rope.index(stage)
+    elif OF_STEP < CHUNKS:
+        queries = _view_chunks(q_left).index(term * CHUNKS + OF_STEP)
+        columns = _view_chunks(left).index(stage * CHUNKS + OF_STEP)
+    else:
+        queries = _view_chunks(q_right).index(term * CHUNKS + OF_STEP - CHUNKS)
+        columns = _view_chunks(right).index(stage * CHUNKS + OF_STEP - CHUNKS)
+    return warpgroup_mma(
+        queries, columns.permute((1, 0)), scores, use_acc=(STEP > 0) | HAS_SUM, is_async=True
+    )
+
+
+@gluon.jit
+def _view_chunks(tile):
+    COUNT: gl.constexpr = tile.shape[0] * tile.shape[2] // 128
+    return view_tile(tile, tile.dtype, [COUNT, 64, 128], gl.NVMMASharedLayout(128, 8, 2))
+
+
+@gluon.jit
+def _weigh(
     scores,
-    words,
-    block,
-    rows,
+    row_scale,
     max_score,
     weight_sum,
     weights_tile,
-    factors,
+    factor,
     passed,
-    taken,
-    sent,
-    BOX: gl.constexpr,
+    started,
+    q,
+    keys,
+    full_keys,
+    following,
+    HAS_NEXT: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
 ):
-    """A block's softmax: its weights, and what sums so far are times, into the next slot."""
-    row_scale, num_visible, min_visible = rows
+    """A block's softmax: passes on its weights, and what sums so far are times.
+
+    It starts the next block's scores, a few products at a time: a warp that has started many has
+    to wait until they have room.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, scores.type.layout, 4)
-    slot = sent & 1
-    scores = mask_scores(scores, words, block, num_visible, min_visible, BOX)
+    SCORES: gl.constexpr = scores.type.layout
+    if HAS_NEXT:
+        started = _start_scores(q, keys, full_keys, following, started, 0, 6, ROPE_DIM)
     new_max = gl.maximum(max_score, gl.max(scores, 1) * row_scale)
     rescale = gl.exp2(max_score - new_max)
-    weights = gl.exp2(
-        scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(new_max - _WEIGHT_LOG2, 1)
-    )
-    mbarrier.wait(taken.index(slot), ((sent >> 1) & 1) ^ 1)
-    weights_tile.index(slot).store(pack_weights(weights, OPERAND))
-    factors.index(slot).store(rescale)
+    factor.store(rescale)
+    if HAS_NEXT:
+        started = _start_scores(q, keys, full_keys, following, started, 1, 6, ROPE_DIM)
+    scores0, scores1 = _halves(scores)
+    scores0, scores1, scores2, scores3 = _halves(scores0) + _halves(scores1)
+    weights0 = _exponentials(scores0, row_scale, new_max)
+    if HAS_NEXT:
+        started = _start_scores(q, keys, full_keys, following, started, 2, 6, ROPE_DIM)
+    weights1 = _exponentials(scores1, row_scale, new_max)
+    if HAS_NEXT:
+        started = _start_scores(q, keys, full_keys, following, started, 3, 6, ROPE_DIM)
+    weights2 = _exponentials(scores2, row_scale, new_max)
+    if HAS_NEXT:
+        started = _start_scores(q, keys, full_keys, following, started, 4, 6, ROPE_DIM)
+    weights3 = _exponentials(scores3, row_scale, new_max)
+    weights = _joined(_joined(weights0, weights1), _joined(weights2, weights3))
+    weights = gl.convert_layout(weights, SCORES, assert_trivial=True)
+    weights_tile.store(pack_weights(weights, OPERAND))
     fence_async_shared()
-    mbarrier.arrive(passed.index(slot), count=1)
-    return new_max, weight_sum * rescale + gl.sum(weights, 1)
+    mbarrier.arrive(passed, count=1)
+    if HAS_NEXT:
+        started = _start_scores(q, keys, full_keys, following, started, 5, 6, ROPE_DIM)
+    added = gl.sum((weights0 + weights1) + (weights2 + weights3), 1)
+    added = gl.convert_layout(added, weight_sum.type.layout, assert_trivial=True)
+    return started, new_max, weight_sum * rescale + added
+
+
+@gluon.jit
+def _halves(scores):
+    """Of the columns."""
+    HALF: gl.constexpr = scores.shape[1] // 2
+    return gl.split(scores.reshape([ROWS, 2, HALF]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def _joined(first, second):
+    return gl.join(first, second).permute([0, 2, 1]).reshape([ROWS, 2 * first.shape[1]])
+
+
+@gluon.jit
+def _exponentials(scores, row_scale, new_max):
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    row_scale = gl.convert_layout(row_scale, OF_ROW, assert_trivial=True)
+    shift = gl.convert_layout(new_max - _WEIGHT_LOG2, OF_ROW, assert_trivial=True)
+    return gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(shift, 1))
 
 
 @gluon.jit
@@ -174,8 +246,11 @@ def _find_weights(
     ROPE_DIM: gl.constexpr,
     LN_2: gl.constexpr,
 ):
-    """Scores and softmax: passes on a block's weights, and what a row's sums so far are times."""
-    q_full, full_keys, empty_keys, passed, taken = barriers
+    """Scores and softmax: passes on a block's weights, and what a row's sums so far are times.
+
+    A stage of keys is full only after those before in it were summed, with their weights.
+    """
+    q_full, full_keys, passed, ended, noted = barriers
     left, right, _rope = keys
     STAGES: gl.constexpr = left.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -186,8 +261,8 @@ def _find_weights(
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     done = 0  # blocks of the ring
-    sent = 0  # weights and factors that were passed on
-    tiles = 0  # of query rows, that had keys
+    ends = 0  # of tiles of query rows
+    tiles = 0  # those that had keys
     for request in range(part[0], end):
         start, num_tokens, cached, begin, stop = share_of(lengths, request, part)
         lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
@@ -202,47 +277,46 @@ def _find_weights(
             weight_sum = gl.zeros([ROWS], gl.float32, OF_SCORE)
             if begin < stop:
                 num_visible, min_visible = visible_keys(
-                    table_ptr, cached + row // num_heads, mask_row, seq_len, max_pages, PAGE_SIZE
+                    table_ptr, cached + token_of(row, num_heads), mask_row, seq_len, max_pages, PAGE_SIZE
                 )
                 mbarrier.wait(q_full, tiles & 1)
-                row_scale = q_scales.load(OF_SCORE) * (scale_log2 * latent_scale)
-                rows = (row_scale, num_visible, min_visible)
-                scores = _start_scores(q, keys, full_keys, done, no_scores, ROPE_DIM)
+                tiles += 1
+                row_scale = view_tile(q_scales, gl.float32, [ROWS], q_scales.type.layout).load(OF_SCORE)
+                row_scale = row_scale * (scale_log2 * latent_scale)
+                scores = _start_scores(q, keys, full_keys, done, no_scores, 0, 1, ROPE_DIM)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 for block in range(begin, stop - 1):
-                    started = _start_scores(q, keys, full_keys, done + 1, no_scores, ROPE_DIM)
-                    words = hole_words(holes, done % STAGES, BOX)
-                    mbarrier.arrive(empty_keys.index(done % STAGES), count=1)
-                    max_score, weight_sum = _pass_on_weights(
-                        scores, words, block, rows, max_score, weight_sum, weights_tile, factors,
-                        passed, taken, sent, BOX,
+                    stage = done % STAGES
+                    words = hole_words(holes, stage, BOX)
+                    scores = mask_scores(scores, words, block, num_visible, min_visible, BOX)
+                    started, max_score, weight_sum = _weigh(
+                        scores, row_scale, max_score, weight_sum, weights_tile.index(stage),
+                        factors.index(stage), passed.index(stage), no_scores, q, keys, full_keys,
+                        done + 1, True, ROPE_DIM,
                     )  # fmt: skip
                     scores = warpgroup_mma_wait(0, deps=(started,))
-                    sent += 1
                     done += 1
                 stage = done % STAGES
-                words = hole_words(holes, stage, BOX)
                 num_left = seq_len - (stop - 1) * BLOCK_N
                 if num_left < BLOCK_N:
                     for group in gl.static_range(left.shape[2] // 128):
                         clear_rows(view_pairs(left.index(stage)).index(group), num_left)
                         clear_rows(view_pairs(right.index(stage)).index(group), num_left)
-                mbarrier.arrive(empty_keys.index(stage), count=1)
-                max_score, weight_sum = _pass_on_weights(
-                    scores, words, stop - 1, rows, max_score, weight_sum, weights_tile, factors,
-                    passed, taken, sent, BOX,
+                words = hole_words(holes, stage, BOX)
+                scores = mask_scores(scores, words, stop - 1, num_visible, min_visible, BOX)
+                _, max_score, weight_sum = _weigh(
+                    scores, row_scale, max_score, weight_sum, weights_tile.index(stage),
+                    factors.index(stage), passed.index(stage), no_scores, q, keys, full_keys,
+                    done, False, ROPE_DIM,
                 )  # fmt: skip
-                sent += 1
                 done += 1
-                tiles += 1
 
             saw_none = weight_sum == 0.0
             weight_sum = gl.where(saw_none, 1.0, weight_sum)
-            slot = sent & 1
-            mbarrier.wait(taken.index(slot), ((sent >> 1) & 1) ^ 1)
-            factors.index(slot).store(gl.where(saw_none, 0.0, latent_scale / weight_sum))
-            mbarrier.arrive(passed.index(slot), count=1)
-            sent += 1
+            mbarrier.wait(noted, (ends & 1) ^ 1)
+            factors.index(STAGES).store(gl.where(saw_none, 0.0, latent_scale / weight_sum))
+            mbarrier.arrive(ended, count=1)
+            ends += 1
             lse = max_score + gl.log2(weight_sum) - _WEIGHT_LOG2
             lse = gl.where(saw_none, -float("inf"), lse)
             if is_piece:
@@ -256,7 +330,7 @@ def _sum_values(
     q_ptr,
     q,
     q_scales,
-    keys,
+    values,
     weights_tile,
     factors,
     barriers,
@@ -277,21 +351,24 @@ def _sum_values(
     """Half of the output, from weights and factors that ``_find_weights`` passes on.
 
     Half of the next queries too: those before were last read for scores that have arrived here.
+    Values are loaded while others are multiplied, also those of the next block, unless some of it
+    are yet to be cleared.
     """
-    q_full, empty_keys, passed, taken = barriers
-    STAGES: gl.constexpr = keys.type.shape[0]
-    HALF: gl.constexpr = keys.type.shape[2]
+    q_full, full_keys, empty_keys, passed, ended, noted = barriers
+    STAGES: gl.constexpr = values.type.shape[0]
+    HALF: gl.constexpr = values.type.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OF_ROW: gl.constexpr = gl.SliceLayout(0, ACC)
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
     done = 0
-    received = 0
+    ends = 0
     for request in range(part[0], end):
-        start, num_tokens, _cached, begin, stop = share_of(lengths, request, part)
+        start, num_tokens, cached, begin, stop = share_of(lengths, request, part)
         lengths = load_lengths(offsets_ptr, cache_lengths_ptr, request + 1, end)
         num_rows = num_tokens * num_heads
+        num_whole = gl.minimum((cached + num_tokens) // BLOCK_N, stop) - begin
         is_piece, piece = piece_of(part, request, GANG)
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             first_row = start.to(gl.int64) * num_heads + tile * ROWS
@@ -306,34 +383,47 @@ def _sum_values(
             acc1 = gl.zeros([64, ROWS], gl.float32, ACC)
             acc2 = gl.zeros([64, ROWS], gl.float32, ACC)
             acc3 = gl.zeros([64, ROWS], gl.float32, ACC)
+            end_whole = done + num_whole
+            early = no_pairs()
+            if done < end_whole:
+                mbarrier.wait(full_keys.index(done % STAGES), (done // STAGES) & 1)
+                early = load_pairs(values.index(done % STAGES), 0, 0)
             for _ in range(begin, stop):
                 stage = done % STAGES
-                slot = received & 1
-                mbarrier.wait(passed.index(slot), (received >> 1) & 1)
-                pairs = view_pairs(keys.index(stage))
-                even, odd = load_values(pairs.index(0), ACC)
-                weights = weights_tile.index(slot).permute((1, 0))
-                rescale = factors.index(slot).load(OF_ROW)
+                following = done + (done + 1 < end_whole).to(gl.int32)
+                mbarrier.wait(full_keys.index(following % STAGES), (following // STAGES) & 1)
+                mbarrier.wait(passed.index(stage), (done // STAGES) & 1)
+                if done >= end_whole:
+                    early = load_pairs(values.index(stage), 0, 0)
+                even, odd = split_pairs(early, load_pairs(values.index(stage), 0, 32), ACC)
+                weights = weights_tile.index(stage).permute((1, 0))
+                rescale = factors.index(stage).load(OF_ROW)
                 if gl.min(rescale, 0) < 1.0:
                     acc0 = acc0 * gl.expand_dims(rescale, 0)
                     acc1 = acc1 * gl.expand_dims(rescale, 0)
                     acc2 = acc2 * gl.expand_dims(rescale, 0)
                     acc3 = acc3 * gl.expand_dims(rescale, 0)
-                acc0 = add_values(even, weights, acc0, EXACT)
-                acc1 = add_values(odd, weights, acc1, EXACT)
+                acc0 = end_sum(start_sum(even, weights, acc0, EXACT), acc0, EXACT)
                 if HALF == 256:
-                    even, odd = load_values(pairs.index(1), ACC)
-                    acc2 = add_values(even, weights, acc2, EXACT)
-                    acc3 = add_values(odd, weights, acc3, EXACT)
+                    added = start_sum(odd, weights, acc1, EXACT)
+                    early = load_pairs(values.index(stage), 1, 0)
+                    acc1 = end_sum(added, acc1, EXACT)
+                    even, odd = split_pairs(early, load_pairs(values.index(stage), 1, 32), ACC)
+                    acc2 = end_sum(start_sum(even, weights, acc2, EXACT), acc2, EXACT)
+                    added = start_sum(odd, weights, acc3, EXACT)
+                else:
+                    added = start_sum(odd, weights, acc1, EXACT)
+                early = load_pairs(values.index(following % STAGES), 0, 0)
+                if HALF == 256:
+                    acc3 = end_sum(added, acc3, EXACT)
+                else:
+                    acc1 = end_sum(added, acc1, EXACT)
                 mbarrier.arrive(empty_keys.index(stage), count=1)
-                mbarrier.arrive(taken.index(slot), count=1)
-                received += 1
                 done += 1
-            slot = received & 1
-            mbarrier.wait(passed.index(slot), (received >> 1) & 1)
-            factor = factors.index(slot).load(OF_ROW)
-            mbarrier.arrive(taken.index(slot), count=1)
-            received += 1
+            mbarrier.wait(ended, ends & 1)
+            factor = factors.index(STAGES).load(OF_ROW)
+            mbarrier.arrive(noted, count=1)
+            ends += 1
             out = join_columns((acc0, acc1, acc2, acc3), factor, HALF)
             if is_piece:
                 piece_row = piece.to(gl.int64) * slot_rows + tile * ROWS
@@ -372,6 +462,8 @@ def _fetch(
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
+    # before keys fill the memory's queues
+    prefetch_query(q_ptr, lengths, num_heads, num_heads * ROW_DIM, ROW_DIM, GANG, ROWS, ROW_DIM)
     fetched = 0
     for request in range(part[0], end):
         _, num_tokens, cached, begin, stop = share_of(lengths, request, part)
@@ -461,21 +553,22 @@ def _mla_decode_many_fp8_kernel(
     left = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, HALF], half_desc.layout)
     right = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, HALF], half_desc.layout)
     rope = gl.allocate_shared_memory(E4M3, [STAGES, BLOCK_N, 64], rope_desc.layout)
-    weights_tile = gl.allocate_shared_memory(E4M3, [2, ROWS, BLOCK_N], short_rows)
-    q_scales = gl.allocate_shared_memory(gl.float32, [ROWS], one)
-    factors = gl.allocate_shared_memory(gl.float32, [2, ROWS], one)
+    weights_tile = gl.allocate_shared_memory(E4M3, [STAGES, ROWS, BLOCK_N], short_rows)
+    q_scales = gl.allocate_shared_memory(gl.float32, [ROWS // 8, 8], one)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES + 1, ROWS], one)
     holes = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], one)
     q_full = make_barriers(1, 2)
     full_keys = make_barriers(STAGES, 1)
-    empty_keys = make_barriers(STAGES, 3)
-    passed = make_barriers(2, 1)
-    taken = make_barriers(2, 2)
+    empty_keys = make_barriers(STAGES, 2)
+    passed = make_barriers(STAGES, 1)
+    ended = make_barriers(1, 1)
+    noted = make_barriers(1, 2)
     fence_async_shared()
     q = (q_left, q_right, q_rope)
     keys = (left, right, rope)
-    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
-    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
-    barriers = (q_full.index(0), empty_keys, passed, taken)
+    barriers = (
+        q_full.index(0), full_keys, empty_keys, passed, ended.index(0), noted.index(0),
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (
@@ -498,7 +591,7 @@ def _mla_decode_many_fp8_kernel(
                 _find_weights,
                 (
                     q, q_scales, keys, weights_tile, factors, holes,
-                    (q_full.index(0), full_keys, empty_keys, passed, taken), lse_ptr,
+                    (q_full.index(0), full_keys, passed, ended.index(0), noted.index(0)), lse_ptr,
                     piece_lses_ptr, layer_scales_ptr, bounds_ptr, offsets_ptr, cache_lengths_ptr,
                     page_table_ptr, scale_log2, max_pages, num_heads, slot_rows, GANG, PAGE_SIZE,
                     BOX, ROPE_DIM, LN_2,
@@ -514,8 +607,10 @@ def _mla_decode_many_fp8_kernel(
             ),
         ],
         [4, 4, 1],
-        [184, 112, 32],
+        [192, 96, 32],
     )  # fmt: skip
+    first_padding = gl.load(offsets_ptr + num_requests) * num_heads
+    clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
 
 
 def _query_fields(q: Tensor, q_scale: Tensor | None, fmt: CacheFormat) -> dict[str, Any]:
@@ -536,9 +631,11 @@ def _page_fields(pages: LayerPages) -> dict[str, Any]:
 def _constants(
     q: Tensor, pages: LayerPages, work: Work, q_terms: int, exact: bool
 ) -> dict[str, Any]:
+    if q.dtype == torch.float8_e4m3fn:
+        q_terms = 1
     return {
-        "STAGES": 4,
-        "Q_TERMS": 1 if q.dtype == torch.float8_e4m3fn else q_terms,
+        "STAGES": 4 if q_terms == 1 else 3,
+        "Q_TERMS": q_terms,
         "EXACT": exact,
     }
 

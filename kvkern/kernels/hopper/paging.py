@@ -97,6 +97,12 @@ def table_row(page_table_ptr, request, max_pages):
 
 
 @gluon.jit
+def token_of(row, num_heads):
+    """row // num_heads, for fewer than 2^20 rows: as floats, as integers take 20 instructions."""
+    return ((row.to(gl.float32) + 0.5) * (1.0 / num_heads.to(gl.float32))).to(gl.int32)
+
+
+@gluon.jit
 def piece_of(part, request, GANG: gl.constexpr):
     """Whether a part's blocks of a request are not all of it, and then the slot for its piece."""
     starts_inside = (request == part[0]) & (part[1] > 0)
