@@ -3,6 +3,11 @@
 A program takes a tile of BLOCK_T tokens of one request x BLOCK_H heads, and one split of that
 request's keys. Splits write fp32 partial results, which merge_states puts together. Key blocks are
 cut by position, never by page, so neither page size nor page order changes a bit.
+
+Some branches of the loop are taken every time, which Triton does not know (and LLVM does: machine
+code has none of them). Where Triton sees one matrix product follow from another, it has each
+warpgroup compute all of the first; a branch between them hides that, and halves the scores' cost.
+It also keeps what is in a branch behind the next block's fetch, so that the fetch goes first.
 """
 
 from collections.abc import Iterator
@@ -34,10 +39,18 @@ from kvkern.kernels.paging import (
 from kvkern.layout import CacheFormat, FormatName
 
 _FIXED_SPLIT_LEN = 2048  # keys, where a token's bits must not depend on its batch
+_LONG = 8192  # keys that a program takes at most, while there are splits
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "num_tokens", "num_heads", "max_pages", "fixed_split_len"],
+    do_not_specialize=[
+        "num_requests",
+        "num_tokens",
+        "num_heads",
+        "max_pages",
+        "num_equal",
+        "max_split_len",
+    ],
     do_not_specialize_on_alignment=ANY_ALIGNMENT,
 )
 def _mla_decode_kernel(
@@ -56,7 +69,8 @@ def _mla_decode_kernel(
     num_tokens,
     num_heads,
     max_pages,
-    fixed_split_len,  # keys; 0: every request cuts its own sequence evenly
+    num_equal,  # parts that a request is cut in
+    max_split_len,  # keys; in more if one were longer, as far as there are splits
     stride_q_token,
     stride_q_head,
     stride_latent,
@@ -70,6 +84,8 @@ def _mla_decode_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    SHARE_SCORES: tl.constexpr,
     GROUP: tl.constexpr,
     LN_2: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -102,6 +118,18 @@ def _mla_decode_kernel(
     own_page = load_pages(table_ptr, position, mask_real, max_pages, PAGE_SIZE)
     num_visible = tl.where(own_page >= 0, position + 1, 0)  # a padding token sees nothing
 
+    # this split's keys, in whole blocks
+    split_len = tl.minimum(tl.cdiv(seq_len, num_equal), max_split_len)
+    split_len = tl.maximum(split_len, tl.cdiv(seq_len, num_splits))
+    split_len = tl.cdiv(split_len, BLOCK_N) * BLOCK_N
+    last_visible = cached + tl.minimum(first_token + BLOCK_T, q_end) - q_start
+    begin = split * split_len
+    end = tl.minimum(tl.minimum(begin + split_len, seq_len), last_visible)
+    if (begin >= end) & (num_splits > 1):  # merge_states reads no more of it
+        out_row = (split.to(tl.int64) * num_tokens + token) * num_heads + head
+        tl.store(lse_ptr + out_row, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=mask_m)
+        return
+
     dtype: tl.constexpr = compute_dtype(q_ptr)
     offs_l = tl.arange(0, BLOCK_L)
     row = token.to(tl.int64) * stride_q_token + head * stride_q_head
@@ -122,45 +150,58 @@ def _mla_decode_kernel(
         rope_scale = tl.load(layer_scales_ptr + 1)
     scale_log2 = softmax_scale / LN_2
 
-    # this split's keys, in whole blocks
-    split_len = tl.cdiv(tl.cdiv(seq_len, num_splits), BLOCK_N) * BLOCK_N
-    split_len = tl.where(fixed_split_len > 0, fixed_split_len, split_len)
-    last_visible = cached + tl.minimum(first_token + BLOCK_T, q_end) - q_start
-    begin = split * split_len
-    end = tl.minimum(tl.minimum(begin + split_len, seq_len), last_visible)
-
+    num_seen_by_all = tl.min(tl.where(mask_m, num_visible, NO_KEY), axis=0)
     max_score = tl.full([BLOCK_M], -float("inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
     page = load_block_pages(table_ptr, begin, end, max_pages, PAGE_SIZE, BLOCK_N)
-    for first_key in range(begin, end, BLOCK_N):
+    for first_key in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         offs_n = first_key + tl.arange(0, BLOCK_N)
         is_there = offs_n < tl.where(page >= 0, end, 0)
-        slots = page.to(tl.int64) * PAGE_SIZE + offs_n % PAGE_SIZE
+        if SHARE_SCORES and PAGE_SIZE % BLOCK_N == 0:  # fewer instructions for addresses
+            first_slot = page.to(tl.int64) * PAGE_SIZE + first_key % PAGE_SIZE
+            slots = tl.arange(0, BLOCK_N)
+            may_hide = (page < 0) | (first_key + BLOCK_N > num_seen_by_all)
+        else:
+            first_slot = 0
+            slots = page.to(tl.int64) * PAGE_SIZE + offs_n % PAGE_SIZE
+            may_hide = first_key < end  # always: looking at all pages takes longer than masking
         # the next block's pages, a block early: rows cannot be fetched before they are known
         page = load_block_pages(table_ptr, first_key + BLOCK_N, end, max_pages, PAGE_SIZE, BLOCK_N)
+        scales_ptr = group_scales_ptr
+        if group_scales_ptr is not None:
+            scales_ptr += first_slot * stride_scales
         latent = load_latent(
-            latent_ptr, group_scales_ptr, slots, is_there, stride_latent, stride_scales,
-            LATENT_DIM, BLOCK_L, GROUP, BLOCK_N, dtype, NATIVE_FP8, PACKED,
+            latent_ptr + first_slot * stride_latent, scales_ptr, slots, is_there, stride_latent,
+            stride_scales, LATENT_DIM, BLOCK_L, GROUP, BLOCK_N, dtype, NATIVE_FP8, PACKED,
         )  # fmt: skip
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee") * latent_scale
+        latent_t = tl.trans(latent)
+        if not SHARE_SCORES or first_key < end:  # always
+            scores = tl.dot(q_latent, latent_t, input_precision="ieee") * latent_scale
+        else:
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if ROPE_DIM > 0:
             rope = load_rope(
-                rope_ptr, slots, is_there, stride_rope, ROPE_DIM, BLOCK_R, dtype, NATIVE_FP8
-            )
-            scores += tl.dot(q_rope, tl.trans(rope), input_precision="ieee") * rope_scale
-        key = tl.where(is_there, offs_n, NO_KEY)
-        scores = tl.where(key[None, :] < num_visible[:, None], scores, -float("inf"))
+                rope_ptr + first_slot * stride_rope, slots, is_there, stride_rope, ROPE_DIM,
+                BLOCK_R, dtype, NATIVE_FP8,
+            )  # fmt: skip
+            rope_t = tl.trans(rope)
+        if not SHARE_SCORES or begin < end:  # always
+            if ROPE_DIM > 0:
+                scores += tl.dot(q_rope, rope_t, input_precision="ieee") * rope_scale
+            if not SHARE_SCORES or may_hide:
+                key = tl.where(is_there, offs_n, NO_KEY)
+                scores = tl.where(key[None, :] < num_visible[:, None], scores, -float("inf"))
 
-        new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale_log2)
-        # a row that has seen no key yet keeps -inf, and must not subtract it from itself
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale_log2 - shift[:, None])
-        rescale = tl.exp2(max_score - shift)
-        weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(dtype), latent, acc, input_precision="ieee")
-        max_score = new_max
+            new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale_log2)
+            # a row that has seen no key yet keeps -inf, and must not subtract it from itself
+            shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+            weights = tl.exp2(scores * scale_log2 - shift[:, None])
+            rescale = tl.exp2(max_score - shift)
+            weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
+            acc = acc * rescale[:, None]
+            acc = tl.dot(weights.to(dtype), latent, acc, input_precision="ieee")
+            max_score = new_max
 
     saw_none = weight_sum == 0.0
     weight_sum = tl.where(saw_none, 1.0, weight_sum)  # then max_score is -inf, and so is lse
@@ -183,6 +224,8 @@ class Tiles(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    share_scores: bool  # whether warpgroups compute parts of the scores, not each all of them
+    num_resident: int  # programs that an SM holds at a time, with 512 latent dims
 
 
 def choose_tiles(
@@ -209,19 +252,41 @@ def choose_tiles(
     block_h = min(triton.next_power_of_2(num_heads), max_rows)
     block_t = min(triton.next_power_of_2(max(max_query_len, 1)), max_rows // block_h)
     block_t = max(block_t, -(-16 // block_h))  # tl.dot wants 16 rows
-    if max_rows == 64 and block_t * block_h == 16 and gpu.capability >= 90:
+    rows = block_t * block_h
+    if gpu.capability >= 90 and max_rows == 64 and rows > 16:
+        # its fast matrix instructions take 64 rows: on an H100, 16 requests of 8192 tokens and 32
+        # heads take 85 us in half-empty tiles, 118 us in tiles of 32 rows (bf16; else unmeasured,
+        # but with 8 bits 32 rows spill up to 1.1 KB, 64 up to 0.3 KB)
+        block_h, rows = 64 // block_t, 64
+    # On an H100, 128 requests of 4096 tokens and 128 heads take 395 us instead of 732 (bf16), 460
+    # of 911 (fp8), 571 of 918 (fp8_ds_mla). Unmeasured elsewhere; on sm_80 it spills 12 KB.
+    share_scores = gpu.capability == 90 and rows == 64
+    if share_scores:  # a block is fetched during all of the one before
+        block_n, num_stages = 64, 2
+    elif max_rows == 64 and rows == 16 and gpu.capability >= 90:
         block_n = 64  # few rows leave room for more keys in flight
-    return Tiles(block_t, block_h, block_n, 8, num_stages)
+    num_resident = 2 if gpu.capability == 80 and rows == 16 and not converts else 1
+    return Tiles(block_t, block_h, block_n, 8, num_stages, share_scores, num_resident)
 
 
-def choose_num_splits(num_programs: int, max_seq_len: int, block_n: int, gpu: Gpu) -> int:
-    """Enough splits that ``num_programs`` of them give every SM two, at least 4 blocks each.
+def choose_splits(num_programs: int, max_seq_len: int, tiles: Tiles, gpu: Gpu) -> tuple[int, int]:
+    """The most splits of a request, and in how many one is cut that is not long.
 
-    ``max_seq_len`` is a bound; a request cuts its own length, so a loose bound costs only programs
-    that find nothing to do.
+    In as many as the card holds at a time of ``num_programs`` each, of at least 4 blocks: one too
+    many is another round for all. On an H100, 128 requests of 4096 tokens and 16 heads take 215 us
+    whole, 230 us in 2 splits; 16 of 8192 tokens and 32 heads 109 us in 8, 118 us in 16.
+
+    But a much longer request would be alone in the end: 128 of 4096 tokens on average (log-normal)
+    and 128 heads took 2122 us whole, 1234 us in 2. So none takes over ``_LONG`` keys at once, which
+    makes at most 16 rounds, as each adds fp32 results. ``max_seq_len`` is a bound, and may be loose
+    (a CUDA graph's): it adds splits that shorter requests leave empty, which costs little.
     """
-    wanted = -(-2 * gpu.num_sms // max(num_programs, 1))
-    return max(1, min(wanted, max_seq_len // (4 * block_n), 64))
+    num_places = gpu.num_sms * tiles.num_resident
+    num_programs = max(num_programs, 1)
+    num_equal = min(num_places // num_programs, max_seq_len // (4 * tiles.block_n), 128)
+    num_equal = max(num_equal, 1)
+    num_long = min(triton.cdiv(max_seq_len, _LONG), 16 * num_places // num_programs, 128)
+    return max(num_equal, num_long), num_equal
 
 
 def _call(
@@ -233,7 +298,8 @@ def _call(
     lse: Tensor,
     tiles: Tiles,
     gpu: Gpu,
-    fixed_split_len: int = 0,
+    num_equal: int = 1,
+    max_split_len: int = _LONG,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     num_tokens, num_heads, _ = q.shape
     arguments = {
@@ -246,19 +312,18 @@ def _call(
         "num_requests": batch.num_requests,
         "num_tokens": num_tokens,
         "num_heads": num_heads,
-        "fixed_split_len": fixed_split_len,
+        "num_equal": num_equal,
+        "max_split_len": max_split_len,
         "stride_q_token": q.stride(0),
         "stride_q_head": q.stride(1),
         "BLOCK_T": tiles.block_t,
         "BLOCK_H": tiles.block_h,
         "BLOCK_N": tiles.block_n,
+        "NUM_STAGES": tiles.num_stages,
+        "SHARE_SCORES": tiles.share_scores,
         "LN_2": LN_2,
     }
-    return arguments, {
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-        "enable_fp_fusion": True,
-    }
+    return arguments, {"num_warps": tiles.num_warps, "enable_fp_fusion": True}
 
 
 def mla_decode(
@@ -285,19 +350,25 @@ def mla_decode(
     token_tiles = num_tiles(num_tokens, batch.num_requests, tiles.block_t)
     bound = batch.max_pages * pages.page_size
     max_seq_len = bound if batch.max_seq_len is None else batch.max_seq_len
+    max_split_len = _LONG
     if is_batch_invariant:
-        num_splits = max(triton.cdiv(max_seq_len, _FIXED_SPLIT_LEN), 1)
+        max_split_len = _FIXED_SPLIT_LEN
+        num_splits, num_equal = max(triton.cdiv(max_seq_len, max_split_len), 1), 1
     elif num_splits is None:
-        busy_tiles = triton.cdiv(num_tokens, tiles.block_t) * head_blocks
-        num_splits = choose_num_splits(busy_tiles, max_seq_len, tiles.block_n, gpu)
+        # no tile has tokens of two requests
+        busy_tiles = max(
+            triton.cdiv(num_tokens, tiles.block_t), min(batch.num_requests, num_tokens)
+        )
+        num_splits, num_equal = choose_splits(busy_tiles * head_blocks, max_seq_len, tiles, gpu)
+    else:
+        num_equal = num_splits
     if num_splits == 1:
         outs, lses = out[None], lse[None]
     else:
         outs = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
         lses = lse.new_empty(num_splits, *lse.shape)
-    fixed_split_len = _FIXED_SPLIT_LEN if is_batch_invariant else 0
     arguments, options = _call(
-        q, pages, batch, softmax_scale, outs, lses, tiles, gpu, fixed_split_len
+        q, pages, batch, softmax_scale, outs, lses, tiles, gpu, num_equal, max_split_len
     )
     grid = (token_tiles * head_blocks, num_splits)
     _mla_decode_kernel[grid](**arguments, **options)
@@ -308,12 +379,13 @@ def mla_decode(
 def _spills(fmt: CacheFormat) -> dict[str, Any]:
     """Measured on an H100, 128 heads, 128 requests of 4096 tokens: spilling is the faster way.
 
-    fp8_token and nvfp4 have fp8_ds_mla's tiles, unmeasured.
+    That was before warpgroups shared scores; since then most is spilled on sm_100 (quantised) and
+    by tiles of several tokens. fp8_token and nvfp4 have fp8_ds_mla's tiles, unmeasured.
     """
     if fmt.is_quantised:
         why = "64 rows are 2 (fp8) and 4 times (fp8_ds_mla) as fast as what does not spill"
-        return {"spill_budget": 1280, "spill_reason": why}
-    return {"spill_budget": 192, "spill_reason": "64 rows are 1.5 times as fast as 32"}
+        return {"spill_budget": 520, "spill_reason": why}
+    return {"spill_budget": 144, "spill_reason": "64 rows are 1.5 times as fast as 32"}
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -324,6 +396,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("bf16", bf16, 512, 64, 128, 1),
         ("bf16", bf16, 512, 64, 16, 1),
         ("bf16", bf16, 512, 64, 16, 4),
+        ("bf16", bf16, 512, 64, 32, 1),
         ("bf16", bf16, 256, 32, 40, 1),
         ("bf16", fp16, 512, 64, 128, 1),
         ("fp16", fp16, 512, 64, 128, 1),
@@ -333,6 +406,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("bf16", fp32, 512, 64, 16, 1),
         ("fp8", bf16, 512, 64, 128, 1),
         ("fp8", bf16, 512, 64, 16, 1),
+        ("fp8", bf16, 512, 64, 32, 1),
         ("fp8", fp16, 512, 64, 128, 1),
         ("fp8", bf16, 128, 0, 5, 2),
         ("fp8", fp32, 512, 64, 16, 1),
@@ -342,6 +416,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         variants += [
             (name, bf16, 512, 64, 128, 1),
             (name, bf16, 512, 64, 16, 1),
+            (name, bf16, 512, 64, 32, 1),
             (name, bf16, 384, 48, 8, 1),
             (name, fp32, 512, 64, 16, 1),
         ]

@@ -270,22 +270,19 @@ def _merge_cuts_kernel(
     while request >= 0:  # -1: that was the last
         start, end = tl.load(offsets_ptr + request), tl.load(offsets_ptr + request + 1)
         chunk = step % NUM_CHUNKS
-        first_row = step % steps_per_cut // NUM_CHUNKS * BLOCK_R
-        num_rows = (end - start) * num_heads
-        if first_row < num_rows:
-            row = first_row + tl.arange(0, BLOCK_R)
-            offs_l = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
-            mask_row = row < num_rows
-            mask = mask_row[:, None] & (offs_l < LATENT_DIM)[None, :]
-            out, lse = _merge_pieces(
-                outs_ptr, lses_ptr, bounds_ptr, first, last, slot_rows, row, offs_l, mask_row,
-                mask, LATENT_DIM, BLOCK_S,
-            )  # fmt: skip
-            out_row = start.to(tl.int64) * num_heads + row
-            out = round_to(out, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_row[:, None] * LATENT_DIM + offs_l[None, :], out, mask=mask)
-            if chunk == 0:
-                tl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
+        row = step % steps_per_cut // NUM_CHUNKS * BLOCK_R + tl.arange(0, BLOCK_R)
+        offs_l = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
+        # of rows that are not there too: to wait until it is known which are costs more
+        out, lse = _merge_pieces(
+            outs_ptr, lses_ptr, bounds_ptr, first, last, slot_rows, row, offs_l, LATENT_DIM, BLOCK_S
+        )
+        mask_row = row < (end - start) * num_heads
+        mask = mask_row[:, None] & (offs_l < LATENT_DIM)[None, :]
+        out_row = start.to(tl.int64) * num_heads + row
+        out = round_to(out, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_row[:, None] * LATENT_DIM + offs_l[None, :], out, mask=mask)
+        if chunk == 0:
+            tl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
         step += tl.num_programs(0)
         request, first, last = _load_cut(cuts_ptr, step // steps_per_cut, num_cuts)
 
@@ -308,8 +305,6 @@ def _merge_pieces(
     slot_rows,
     row,  # [R]
     offs_l,  # [C]
-    mask_row,
-    mask,  # [R, C]
     LATENT_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
@@ -323,11 +318,9 @@ def _merge_pieces(
         is_there = part <= last
         slot = 2 * part + (part == first - 1).to(tl.int32)
         piece_row = slot.to(tl.int64)[:, None] * slot_rows + row[None, :]
-        lse = tl.load(
-            lses_ptr + piece_row, mask=is_there[:, None] & mask_row[None, :], other=-float("inf")
-        )
+        lse = tl.load(lses_ptr + piece_row, mask=is_there[:, None], other=-float("inf"))
         offs = piece_row[:, :, None] * LATENT_DIM + offs_l[None, None, :]
-        mask_piece = is_there[:, None, None] & mask[None, :, :]
+        mask_piece = is_there[:, None, None] & (offs_l < LATENT_DIM)[None, None, :]
         piece = tl.load(outs_ptr + offs, mask=mask_piece, other=0.0).to(tl.float32)
         # a part between equal bounds had nothing to do, and wrote nothing
         own = tl.load(bounds_ptr + 2 * part, mask=is_there, other=0)
@@ -426,13 +419,18 @@ def _schedule_call(
 
 
 def _choose_blocks(num_parts: int, num_requests: int, latent_dim: int) -> tuple[int, int, int]:
-    """Pieces, rows and columns that a program merges at once: as many pieces as most cuts have."""
+    """Pieces, rows and columns that a program merges at once.
+
+    Whole rows, by few programs: on an H100 the 17 pieces of each of 4 requests with 128 heads took
+    14.5 us by 1024 programs of 256 columns and 7.6 us so. But the many pieces of one request are
+    read together, not one after the other.
+    """
     num_pieces = num_parts // num_requests + 2
     columns = power_of_two(latent_dim)
     if num_pieces <= 4:
         return 4, 4, columns
-    if num_pieces <= 16:
-        return power_of_two(num_pieces), 1, columns
+    if num_pieces <= 32:
+        return 8, 1, columns
     block_s = min(power_of_two(num_pieces), 256)
     return block_s, 1, min(columns, 8192 // block_s)
 

@@ -25,7 +25,8 @@ def test_decode_tiles_are_whole_powers_of_two_that_the_tensor_cores_take(gpu):
         assert 16 <= rows <= 64
         for size in (tiles.block_t, tiles.block_h, tiles.block_n):
             assert size & (size - 1) == 0
-        assert tiles.block_h <= max(2 * num_heads - 1, 1)  # heads are padded to the next power
+        padded_heads = max(2 * num_heads - 1, 1)  # heads are padded to the next power
+        assert tiles.block_h <= padded_heads or rows == 64
 
 
 def test_more_heads_and_tokens_share_a_read_of_the_keys():
@@ -39,20 +40,53 @@ def test_more_heads_and_tokens_share_a_read_of_the_keys():
     assert rows(1, 1) == (16, 1) and rows(128, 4) == (1, 64)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_ds_mla"])
+def test_more_than_16_rows_are_64_for_what_sm_90_multiplies_fast(name):
+    def tiles(num_heads, max_query_len, capability=90):
+        gpu = Gpu(capability, 132)
+        return mla_decode.choose_tiles(
+            num_heads, max_query_len, CacheFormat(name), torch.bfloat16, gpu
+        )
+
+    for num_heads, max_query_len in [(17, 1), (32, 1), (40, 1), (128, 1), (16, 2), (5, 3)]:
+        chosen = tiles(num_heads, max_query_len)
+        assert chosen.block_t * chosen.block_h == 64 and chosen.share_scores
+    assert not tiles(16, 1).share_scores and tiles(16, 1).block_h == 16
+    assert not tiles(128, 1, 80).share_scores and not tiles(128, 1, 100).share_scores
+
+
 @pytest.mark.parametrize(
     ("num_programs", "max_seq_len", "expected"),
     [
-        (264, 8192, 1),  # the card is full already
-        (1, 0, 1),
-        (1, 255, 1),  # under 4 blocks of 64: not worth a split
-        (1, 131_072, 64),  # the most
-        (2, 2048, 8),  # 4 blocks a split
-        (66, 1 << 20, 4),  # two programs an SM
+        (132, 8192, (1, 1)),  # the card is full already
+        (1, 0, (1, 1)),
+        (1, 255, (1, 1)),  # under 4 blocks of 64: not worth a split
+        (1, 131_072, (128, 128)),  # the most
+        (2, 2048, (8, 8)),  # 4 blocks a split
+        (66, 8192, (2, 2)),
+        (16, 65_536, (8, 8)),  # 9 would be 12 programs in a second round
+        (256, 8193, (2, 1)),  # what is longer than the rest cannot be foreseen
+        (16, 131_072, (16, 8)),
+        (256, 1 << 20, (8, 1)),  # 16 rounds
+        (1 << 20, 1 << 20, (1, 1)),
     ],
 )
-def test_splits_fill_the_card_and_stay_in_budget(num_programs, max_seq_len, expected):
+def test_splits_fill_the_card_and_cut_what_is_long(num_programs, max_seq_len, expected):
     gpu = Gpu(90, 132)
-    assert mla_decode.choose_num_splits(num_programs, max_seq_len, 64, gpu) == expected
+    tiles = mla_decode.choose_tiles(128, 1, CacheFormat("bf16"), torch.bfloat16, gpu)
+    assert tiles.block_n == 64
+    assert mla_decode.choose_splits(num_programs, max_seq_len, tiles, gpu) == expected
+
+
+def test_splits_are_for_two_programs_an_sm_where_it_holds_two():
+    """Few rows of what need not be converted, on sm_80."""
+
+    def splits(num_heads, name):
+        gpu = Gpu(80, 108)
+        tiles = mla_decode.choose_tiles(num_heads, 1, CacheFormat(name), torch.bfloat16, gpu)
+        return mla_decode.choose_splits(27, 1 << 16, tiles, gpu)[1]
+
+    assert splits(16, "bf16") == 8 and splits(128, "bf16") == splits(16, "fp8") == 4
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.capability}")

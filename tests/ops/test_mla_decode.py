@@ -69,6 +69,44 @@ def test_values_with_a_mean_are_not_biased(name, device):
     assert abs(bias) < 1e-3
 
 
+@pytest.mark.parametrize("page_size", [3, 32])  # blocks of several pages, and within one
+@pytest.mark.parametrize("name", ["bf16", "fp8_token"])
+def test_scores_that_warpgroups_share_match_fp64(name, page_size, device, monkeypatch):
+    """Only on sm_90 and with 64 rows; here with any, so that the interpreter takes the branches."""
+    kernels = importlib.import_module("kvkern.kernels.mla_decode")
+    choose = kernels.choose_tiles
+    monkeypatch.setattr(
+        kernels, "choose_tiles", lambda *args: choose(*args)._replace(share_scores=True)
+    )
+    case, q = make(CacheFormat(name, 128, 32), torch.bfloat16, 16, device, page_size=page_size)
+    batch = case.batch
+    table = batch.page_table.tolist()
+    table[0][0] = -1  # a block that all see, but for one page
+    starts, lengths = batch.input_row_offsets.tolist(), batch.cache_lengths.tolist()
+    holed = PagedBatch(starts, lengths, table, device=device)
+    for view in (case.view, case.cache.view(0, holed)):
+        exact, rounded = exact_and_rounded(q, view)
+        result = mla_decode(q, view, softmax_scale=SCALE, backend="triton")
+        assert_within_budget(result.out, exact.out, rounded.out)
+        assert_within_budget(result.lse, exact.lse, rounded.lse, eps_of=q.dtype)
+
+
+@pytest.mark.parametrize("max_split_len", [32, 64])
+def test_a_loose_bound_of_the_longest_request_changes_no_bit(max_split_len, device, monkeypatch):
+    """Its further splits stay empty, and what they do not write is not read."""
+    kernels = importlib.import_module("kvkern.kernels.mla_decode")
+    monkeypatch.setattr(kernels, "_LONG", max_split_len)
+    lengths = ([150, 40, 0, 20, 3], [1, 3, 0, 2, 1])
+    case, q = make(CacheFormat("bf16", 128, 32), torch.bfloat16, 16, device, lengths, 0)
+    exact, rounded = exact_and_rounded(q, case.view)
+    expected = mla_decode(q, case.view, softmax_scale=SCALE, backend="triton")
+    assert_within_budget(expected.out, exact.out, rounded.out)
+    assert_within_budget(expected.lse, exact.lse, rounded.lse, eps_of=q.dtype)
+    case.batch.max_seq_len = 1000
+    loose = mla_decode(q, case.view, softmax_scale=SCALE, backend="triton")
+    assert torch.equal(loose.out, expected.out) and torch.equal(loose.lse, expected.lse)
+
+
 def test_reference_equals_plain_unabsorbed_attention():
     """A second formulation: expand every cached row, then softmax over whole sequences."""
     fmt, num_heads, nope_dim, v_dim = CacheFormat("fp32", 128, 32), 3, 24, 20
@@ -513,6 +551,22 @@ def test_any_head_count_at_full_dims(num_heads, device):
     result = mla_decode(q, case.view, softmax_scale=SCALE)
     assert_within_budget(result.out, exact.out, rounded.out)
     assert_within_budget(result.lse, exact.lse, rounded.lse, eps_of=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_portable_kernel_at_full_dims_gives_one_result_for_every_page_size(name, device):
+    """In tiles of 64 rows, which nothing small has; ``auto`` may take another kernel for them."""
+    lengths = ([3000, 64, 3], [1, 2, 1])
+    case, q = make(CacheFormat(name), torch.bfloat16, 128, device, lengths, page_size=64)
+    exact, rounded = exact_and_rounded(q, case.view)
+    expected = mla_decode(q, case.view, softmax_scale=SCALE, backend="triton")
+    assert_within_budget(expected.out, exact.out, rounded.out)
+    assert_within_budget(expected.lse, exact.lse, rounded.lse, eps_of=torch.bfloat16)
+    for page_size in (1, 16, 128):
+        other = case.repaged(page_size).view
+        result = mla_decode(q, other, softmax_scale=SCALE, backend="triton")
+        assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
 
 
 def _host(batch):

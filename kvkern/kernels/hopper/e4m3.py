@@ -50,9 +50,7 @@ def _load_group(q_ptr, first_row, group, num_left, LATENT_DIM: gl.constexpr,
                 ROW_DIM: gl.constexpr):  # fmt: skip
     """Latent and rope columns of eight rows."""
     row = group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, _QUERY))
-    latent = _load_columns(
-        q_ptr, first_row, row, row < num_left, 0, LATENT_DIM, ROW_DIM, _QUERY
-    )
+    latent = _load_columns(q_ptr, first_row, row, row < num_left, 0, LATENT_DIM, ROW_DIM, _QUERY)
     row = gl.convert_layout(row, gl.SliceLayout(1, _QUERY_ROPE), assert_trivial=True)
     rope = _load_columns(
         q_ptr, first_row, row, row < num_left, LATENT_DIM, 64, ROW_DIM, _QUERY_ROPE
@@ -101,7 +99,6 @@ def quantise_query(
     """
     q_left, q_right, q_rope = q
     HALF: gl.constexpr = q_left.shape[2]
-    TERMS: gl.constexpr = q_left.shape[0]
     END: gl.constexpr = (FIRST + SHARE_ROWS) // 8
     latent, rope = _load_group(q_ptr, first_row, zero + FIRST // 8, num_left, 2 * HALF, ROW_DIM)
     ratio = 1.0
@@ -109,9 +106,7 @@ def quantise_query(
         ratio = gl.load(layer_scales_ptr + 1) / gl.load(layer_scales_ptr)
     for group in range(zero + FIRST // 8, END):
         end = gl.where(group + 1 < END, num_left, 0)
-        next_latent, next_rope = _load_group(
-            q_ptr, first_row, group + 1, end, 2 * HALF, ROW_DIM
-        )
+        next_latent, next_rope = _load_group(q_ptr, first_row, group + 1, end, 2 * HALF, ROW_DIM)
         latent, rope = latent.to(gl.float32), rope.to(gl.float32) * ratio
         amax = gl.max(gl.abs(latent), 1)
         rope_amax = gl.max(gl.abs(rope), 1)

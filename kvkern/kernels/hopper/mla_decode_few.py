@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import SMALL_SPILLS, KernelConfig
+from kvkern.kernels.config import KernelConfig
 from kvkern.kernels.hopper.compat import tile_descriptor
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.paging import (
@@ -36,11 +36,9 @@ from kvkern.kernels.hopper.paging import (
     clear_padding,
     clear_rows,
     copy_rows,
-    count_visible,
     end_request,
     fetch_block,
     find_box_pages,
-    find_pages,
     find_row_pages,
     hole_word,
     hole_words,
@@ -49,17 +47,25 @@ from kvkern.kernels.hopper.paging import (
     part_bounds,
     piece_of,
     prefetch_query,
+    prefetch_step,
     put,
     put_holes,
+    query_offsets,
     row_slots,
     share_of,
     slots_of,
     table_row,
     token_of,
+    visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
+
+_SPILLS: dict[str, Any] = {
+    "spill_budget": 160,
+    "spill_reason": "what a tile of 32 rows needs once is parked while its keys are gone over",
+}
 
 
 @gluon.jit
@@ -211,22 +217,30 @@ def _gather(
 
 
 @gluon.jit
-def _load_query(q_ptr, q_latent, q_rope, offs_row, mask_row, ROPE_DIM: gl.constexpr):
+def _load_query(
+    q_ptr, q_latent, q_rope, first_row, num_left, start, num_heads, stride_q_token, stride_q_head,
+    ROPE_DIM: gl.constexpr,
+):  # fmt: skip
     """A tile of query rows into shared memory; rows that are not there are zero."""
     LATENT_DIM: gl.constexpr = q_latent.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
-    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, WIDE))
-    offs = gl.expand_dims(gl.convert_layout(offs_row, gl.SliceLayout(1, WIDE)), 1)
-    mask = gl.expand_dims(gl.convert_layout(mask_row, gl.SliceLayout(1, WIDE)), 1)
-    q_latent.store(gl.load(q_ptr + offs + gl.expand_dims(offs_l, 0), mask=mask, other=0.0))
+    OF_NARROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    row = gl.arange(0, q_latent.shape[0], layout=gl.SliceLayout(1, WIDE))
+    offs_row = query_offsets(first_row + row, start, num_heads, stride_q_token, stride_q_head)
+    mask_row = row < num_left
     if ROPE_DIM > 0:
         offs_r = gl.arange(0, 64, layout=gl.SliceLayout(0, NARROW))
-        offs = gl.expand_dims(gl.convert_layout(offs_row, gl.SliceLayout(1, NARROW)), 1)
-        mask = gl.expand_dims(gl.convert_layout(mask_row, gl.SliceLayout(1, NARROW)), 1)
+        offs = gl.expand_dims(gl.convert_layout(offs_row, OF_NARROW, assert_trivial=True), 1)
+        mask = gl.expand_dims(gl.convert_layout(mask_row, OF_NARROW, assert_trivial=True), 1)
         mask = mask & gl.expand_dims(offs_r < ROPE_DIM, 0)
-        ptrs = q_ptr + offs + LATENT_DIM + gl.expand_dims(offs_r, 0)
-        q_rope.store(gl.load(ptrs, mask=mask, other=0.0))
+        offs += LATENT_DIM + gl.expand_dims(offs_r, 0)
+        rope = gl.load(q_ptr + offs, mask=mask, other=0.0)
+    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, WIDE))
+    offs = gl.expand_dims(offs_row, 1) + gl.expand_dims(offs_l, 0)
+    q_latent.store(gl.load(q_ptr + offs, mask=gl.expand_dims(mask_row, 1), other=0.0))
+    if ROPE_DIM > 0:
+        q_rope.store(rope)
     fence_async_shared()
 
 
@@ -284,15 +298,14 @@ def _attend(
         for tile in range(gl.program_id(0) % GANG, gl.cdiv(num_rows, ROWS), GANG):
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
             mask_row = row < num_rows
-            token = token_of(row, num_heads)
-            offs_row = (start + token).to(gl.int64) * stride_q_token
-            offs_row += (row - token * num_heads).to(gl.int64) * stride_q_head
-            position = cached + token
-            own_page = find_pages(
-                table_ptr, position, gl.where(mask_row, seq_len, 0), max_pages, PAGE_SIZE
-            )
-            _load_query(q_ptr, q_latent, q_rope, offs_row, mask_row, ROPE_DIM)
-            num_visible, min_visible = count_visible(own_page, position, mask_row, seq_len)
+            _load_query(
+                q_ptr, q_latent, q_rope, tile * ROWS, num_rows - tile * ROWS, start, num_heads,
+                stride_q_token, stride_q_head, ROPE_DIM,
+            )  # fmt: skip
+            num_visible, min_visible = visible_keys(
+                table_ptr, cached + token_of(row, num_heads), mask_row, seq_len, max_pages,
+                PAGE_SIZE,
+            )  # fmt: skip
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
             weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
@@ -392,6 +405,9 @@ def _mla_decode_few_kernel(
     LN_2: gl.constexpr,
 ):
     gdc_launch_dependents()  # a merge that waits for all of this may start
+    prefetch_step(
+        bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, num_requests, max_pages, GANG
+    )
     DTYPE: gl.constexpr = latent_desc.dtype
     q_latent_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, LATENT_DIM], DTYPE)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], DTYPE)
@@ -482,4 +498,4 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         q = torch.empty(1, rows, fmt.row_dim, dtype=torch.bfloat16)
         label = f"L{latent_dim}-R{rope_dim}-rows{rows}-page{page_size}"
         work = Work(132, 1, rows, 64)
-        yield shipped_config(KERNEL, label, q, pages, work, **SMALL_SPILLS)
+        yield shipped_config(KERNEL, label, q, pages, work, **_SPILLS)

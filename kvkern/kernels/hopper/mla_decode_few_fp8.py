@@ -51,7 +51,9 @@ from kvkern.kernels.hopper.paging import (
     part_bounds,
     piece_of,
     prefetch_query,
+    prefetch_step,
     put,
+    query_offsets,
     scalar,
     share_of,
     table_row,
@@ -194,9 +196,7 @@ def _load_query(
     NARROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     OF_NARROW: gl.constexpr = gl.SliceLayout(1, NARROW)
     row = FIRST + gl.arange(0, 8, layout=gl.SliceLayout(1, WIDE))
-    token = token_of(first_row + row, num_heads)
-    head = first_row + row - token * num_heads
-    offs_row = (start + token).to(gl.int64) * stride_q_token + head.to(gl.int64) * stride_q_head
+    offs_row = query_offsets(first_row + row, start, num_heads, stride_q_token, stride_q_head)
     offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, WIDE))
     offs = gl.expand_dims(offs_row, 1) + gl.expand_dims(offs_l, 0)
     mask = gl.expand_dims(row < num_left, 1)
@@ -621,6 +621,9 @@ def _mla_decode_few_fp8_kernel(
     LN_2: gl.constexpr,
 ):
     gdc_launch_dependents()  # a merge that waits for all of this may start
+    prefetch_step(
+        bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, num_requests, max_pages, GANG
+    )
     E4M3: gl.constexpr = latent_desc.dtype
     ROPE_TYPE: gl.constexpr = rope_desc.dtype
     NUM_TILES: gl.constexpr = 4 if NUM_GROUPS == 4 else 1  # of weights, a warpgroup

@@ -50,6 +50,7 @@ from kvkern.kernels.hopper.paging import (
     piece_of,
     prefetch,
     prefetch_rows,
+    prefetch_step,
     put,
     put_holes,
     request_share,
@@ -214,7 +215,12 @@ def _attend_left(
                     q, keys, full_left, full_right, done, no_scores, BOX, ROPE_DIM
                 )
                 num_visible, min_visible = visible_keys(
-                    table_ptr, cached + token_of(row, num_heads), mask_row, seq_len, max_pages, PAGE_SIZE
+                    table_ptr,
+                    cached + token_of(row, num_heads),
+                    mask_row,
+                    seq_len,
+                    max_pages,
+                    PAGE_SIZE,
                 )
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 for block in range(begin, stop - 1):
@@ -604,6 +610,9 @@ def _mla_decode_many_kernel(
     DTYPE: gl.constexpr = half_desc.dtype
     HALF: gl.constexpr = LATENT_DIM // 2
     gdc_launch_dependents()  # a merge that waits for all of this may start
+    prefetch_step(
+        bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, num_requests, max_pages, GANG
+    )
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_left = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], q_half_desc.layout)
     q_right = gl.allocate_shared_memory(DTYPE, [1, ROWS, HALF], q_half_desc.layout)

@@ -59,6 +59,7 @@ from kvkern.kernels.hopper.paging import (
     part_bounds,
     piece_of,
     prefetch_query,
+    prefetch_step,
     put,
     share_of,
     slot_of_box,
@@ -73,7 +74,7 @@ from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
 _SPILLS: dict[str, Any] = {
-    "spill_budget": 320,
+    "spill_budget": 1100,
     "spill_reason": "13 warps share an SM's registers; what is parked is needed once a tile",
 }
 # weights are at most 2^8, so that the small ones are normal numbers of e4m3
@@ -89,7 +90,7 @@ def _start_scores(
 
     The low term first: then its sums are small, and lose nothing to those of the high one.
     """
-    q_left, q_right, q_rope = q
+    q_left, _q_right, q_rope = q
     left, _right, rope = keys
     STAGES: gl.constexpr = left.shape[0]
     TERMS: gl.constexpr = q_left.shape[0]
@@ -100,9 +101,7 @@ def _start_scores(
         mbarrier.wait(full_keys.index(stage), (block // STAGES) & 1)
         if HAS_MORE_ROPE:
             rope_keys = rope.index(stage).permute((1, 0))
-            scores = warpgroup_mma(
-                q_rope.index(1), rope_keys, scores, use_acc=False, is_async=True
-            )
+            scores = warpgroup_mma(q_rope.index(1), rope_keys, scores, use_acc=False, is_async=True)
     for step in gl.static_range(
         (STEPS * PHASE + PHASES - 1) // PHASES, (STEPS * (PHASE + 1) + PHASES - 1) // PHASES
     ):
@@ -277,11 +276,18 @@ def _find_weights(
             weight_sum = gl.zeros([ROWS], gl.float32, OF_SCORE)
             if begin < stop:
                 num_visible, min_visible = visible_keys(
-                    table_ptr, cached + token_of(row, num_heads), mask_row, seq_len, max_pages, PAGE_SIZE
+                    table_ptr,
+                    cached + token_of(row, num_heads),
+                    mask_row,
+                    seq_len,
+                    max_pages,
+                    PAGE_SIZE,
                 )
                 mbarrier.wait(q_full, tiles & 1)
                 tiles += 1
-                row_scale = view_tile(q_scales, gl.float32, [ROWS], q_scales.type.layout).load(OF_SCORE)
+                row_scale = view_tile(q_scales, gl.float32, [ROWS], q_scales.type.layout).load(
+                    OF_SCORE
+                )
                 row_scale = row_scale * (scale_log2 * latent_scale)
                 scores = _start_scores(q, keys, full_keys, done, no_scores, 0, 1, ROPE_DIM)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -538,6 +544,9 @@ def _mla_decode_many_fp8_kernel(
     LN_2: gl.constexpr,
 ):
     gdc_launch_dependents()  # a merge that waits for all of this may start
+    prefetch_step(
+        bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, num_requests, max_pages, GANG
+    )
     E4M3: gl.constexpr = half_desc.dtype
     HALF: gl.constexpr = LATENT_DIM // 2
     ROW_DIM: gl.constexpr = LATENT_DIM + ROPE_DIM

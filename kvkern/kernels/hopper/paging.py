@@ -267,6 +267,14 @@ def copy_rows(tile, rows_ptr, slots, column, NUM_COLUMNS: gl.constexpr, ROW_DIM:
 
 
 @gluon.jit
+def query_offsets(row, start, num_heads, stride_q_token, stride_q_head):
+    """Where a request's rows (token-major) are; its first token is ``start``."""
+    token = token_of(row, num_heads)
+    head = row - token * num_heads
+    return (start + token).to(gl.int64) * stride_q_token + head.to(gl.int64) * stride_q_head
+
+
+@gluon.jit
 def prefetch(address, num_bytes):
     """Ask the L2 for memory, by an instruction of each thread; 0 bytes: for nothing.
 
@@ -277,6 +285,41 @@ def prefetch(address, num_bytes):
         @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
         "=r,l,r",
         [address, num_bytes],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def prefetch_step(
+    bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, num_requests, max_pages,
+    GANG: gl.constexpr,
+):  # fmt: skip
+    """Ask the L2 for all that says where the first keys are, at once: each is found by the last.
+
+    The row of the page table is a guess: requests that are alike lie evenly over the parts.
+    """
+    lane = gl.arange(
+        0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    )
+    part = gl.program_id(0) // GANG
+    num_parts = gl.num_programs(0) // GANG
+    index = gl.minimum(lane * 32, num_requests - 1)
+    row = table_row(page_table_ptr, part * num_requests // num_parts, max_pages)
+    is_there = num_requests > 0
+    _prefetch_line(bounds_ptr + (2 * part + lane * 0), is_there)
+    _prefetch_line(offsets_ptr + index, is_there)
+    _prefetch_line(cache_lengths_ptr + index, is_there)
+    _prefetch_line(row + gl.minimum(lane * 32, max_pages - 1), is_there & (max_pages > 0))
+
+
+@gluon.jit
+def _prefetch_line(ptr, is_wanted):
+    gl.inline_asm_elementwise(
+        """{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }""",
+        "=r,l,r",
+        [ptr.to(gl.int64), is_wanted.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
