@@ -197,15 +197,3 @@ def test_only_hopper_is_given_queries_in_e4m3(card):
     assert taking(call, CPU) == named
     assert taking(call._replace(max_rows=32)) == named
     assert taking(call._replace(format=CacheFormat("fp8_ds_mla"))) == named
-
-
-def test_auto_passes_over_what_is_slower(card):
-    """Named, it runs: 16 rows a tile are right, and slower than the portable kernel's 64."""
-    card(9, 0)
-    call = DecodeCall(BF16, CacheFormat("fp8_ds_mla"), 64, None, False, 128)
-    reasons = dict(explain("mla_decode", CUDA, BF16, call))
-    assert reasons["hopper"].startswith("has tiles of 16 rows for fp8_ds_mla")
-    assert reasons["triton"] is None
-    choose("mla_decode", "hopper", CUDA, BF16, call)
-    for other in (call._replace(max_rows=32), call._replace(format=CacheFormat("fp8"))):
-        assert dict(explain("mla_decode", CUDA, BF16, other))["hopper"] is None

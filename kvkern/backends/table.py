@@ -32,9 +32,8 @@ class Backend(NamedTuple):
 
     ``source`` is ``"module:function"``, imported at first use, so that ``import kvkern`` needs
     neither Triton nor a GPU. ``refuses(device, dtype)`` gives the reason it cannot run, or None;
-    ``refuses_call`` the reason it cannot run this call, ``is_slower`` the reason why ``"auto"``
-    takes a later one, which is faster. ``auto_on`` lists the device types where ``"auto"`` may take
-    it. ``takes_e4m3_queries``: it is given them as they are.
+    ``refuses_call`` the reason it cannot run this call. ``auto_on`` lists the device types where
+    ``"auto"`` may take it. ``takes_e4m3_queries``: it is given them as they are.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Backend(NamedTuple):
     refuses: Callable[[torch.device, torch.dtype], str | None]
     auto_on: tuple[str, ...]
     refuses_call: Callable[[DecodeCall], str | None] = _takes_any_call
-    is_slower: Callable[[DecodeCall], str | None] = _takes_any_call
     takes_e4m3_queries: bool = False
 
     def load(self) -> Callable[..., Any]:
@@ -118,15 +116,6 @@ def _hopper_refuses_format(call: DecodeCall) -> str | None:
     return None
 
 
-def _hopper_is_slower(call: DecodeCall) -> str | None:
-    if call.format.group_scaled and call.max_rows is not None and call.max_rows > 32:
-        return (
-            f"has tiles of 16 rows for {call.format.name}: on an H100 the portable kernel took 0.81 "
-            "to 0.95 of its time with 64 and 128 heads; a single request, 1.0 to 1.13"
-        )
-    return None
-
-
 def _card_refuses(device: torch.device) -> str | None:
     if not torch.cuda.is_available():
         return "this machine has no CUDA device"
@@ -168,7 +157,6 @@ TABLE: dict[str, tuple[Backend, ...]] = {
             _hopper_refuses,
             ("cuda",),
             _hopper_refuses_call,
-            _hopper_is_slower,
             takes_e4m3_queries=True,
         ),
         *_row("mla_decode", "mla_decode"),
@@ -198,8 +186,6 @@ def explain(
         reason = _reason(backend, device, dtype, call)
         if reason is None and device.type not in backend.auto_on:
             reason = f"runs on {device.type} only when named"
-        if reason is None and call is not None:
-            reason = backend.is_slower(call)
         rows.append((backend.name, reason))
     return rows
 

@@ -188,7 +188,9 @@ def _mla_decode_kernel(
             rope_t = tl.trans(rope)
         if not SHARE_SCORES or begin < end:  # always
             if ROPE_DIM > 0:
-                scores += tl.dot(q_rope, rope_t, input_precision="ieee") * rope_scale
+                rope_scores = tl.dot(q_rope, rope_t, input_precision="ieee")
+                # said which product is rounded: a compiler chooses by the page size
+                scores = tl.fma(rope_scores, rope_scale, scores)
             if not SHARE_SCORES or may_hide:
                 key = tl.where(is_there, offs_n, NO_KEY)
                 scores = tl.where(key[None, :] < num_visible[:, None], scores, -float("inf"))
