@@ -189,7 +189,7 @@ def _mla_decode_kernel(
         if not SHARE_SCORES or begin < end:  # always
             if ROPE_DIM > 0:
                 rope_scores = tl.dot(q_rope, rope_t, input_precision="ieee")
-                # said which product is rounded: a compiler chooses by the page size
+                # says which product is rounded: left to a compiler, it depends on the page size
                 scores = tl.fma(rope_scores, rope_scale, scores)
             if not SHARE_SCORES or may_hide:
                 key = tl.where(is_there, offs_n, NO_KEY)
