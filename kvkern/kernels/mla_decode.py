@@ -189,8 +189,10 @@ def _mla_decode_kernel(
         if not SHARE_SCORES or begin < end:  # always
             if ROPE_DIM > 0:
                 rope_scores = tl.dot(q_rope, rope_t, input_precision="ieee")
-                # says which product is rounded: left to a compiler, it depends on the page size
-                scores = tl.fma(rope_scores, rope_scale, scores)
+                if layer_scales_ptr is None:
+                    scores += rope_scores
+                else:  # left to a compiler, which product is rounded depends on the page size
+                    scores = tl.fma(rope_scores, rope_scale, scores)
             if not SHARE_SCORES or may_hide:
                 key = tl.where(is_there, offs_n, NO_KEY)
                 scores = tl.where(key[None, :] < num_visible[:, None], scores, -float("inf"))
