@@ -259,11 +259,10 @@ def choose_tiles(
     rows = block_t * block_h
     if gpu.capability >= 90 and max_rows == 64 and rows > 16:
         # its fast matrix instructions take 64 rows: on an H100, 16 requests of 8192 tokens and 32
-        # heads take 85 us in half-empty tiles, 118 us in tiles of 32 rows (bf16; else unmeasured,
-        # but with 8 bits 32 rows spill up to 1.1 KB, 64 up to 0.3 KB)
+        # heads take 85 us in half-empty tiles, 118 us in tiles of 32 rows (bf16); 72 and 106 (fp8)
         block_h, rows = 64 // block_t, 64
-    # On an H100, 128 requests of 4096 tokens and 128 heads take 395 us instead of 732 (bf16), 460
-    # of 911 (fp8), 571 of 918 (fp8_ds_mla). Unmeasured elsewhere; on sm_80 it spills 12 KB.
+    # On an H100, 128 requests of 4096 tokens and 128 heads take 410 us instead of 732 (bf16), 469
+    # of 911 (fp8), 569 of 918 (fp8_ds_mla). Unmeasured elsewhere; on sm_80 it spills 12 KB.
     share_scores = gpu.capability == 90 and rows == 64
     if share_scores:  # a block is fetched during all of the one before
         block_n, num_stages = 64, 2
@@ -281,9 +280,10 @@ def choose_splits(num_programs: int, max_seq_len: int, tiles: Tiles, gpu: Gpu) -
     whole, 230 us in 2 splits; 16 of 8192 tokens and 32 heads 109 us in 8, 118 us in 16.
 
     But a much longer request would be alone in the end: 128 of 4096 tokens on average (log-normal)
-    and 128 heads took 2122 us whole, 1234 us in 2. So none takes over ``_LONG`` keys at once, which
-    makes at most 16 rounds, as each adds fp32 results. ``max_seq_len`` is a bound, and may be loose
-    (a CUDA graph's): it adds splits that shorter requests leave empty, which costs little.
+    and 128 heads took 2122 us whole, 1234 us in 2, 663 us so. None takes over ``_LONG`` keys at
+    once, which makes at most 16 rounds, as each adds fp32 results. ``max_seq_len`` is a bound, and
+    may be loose (a CUDA graph's): it adds splits that shorter requests leave empty, which costs
+    little.
     """
     num_places = gpu.num_sms * tiles.num_resident
     num_programs = max(num_programs, 1)

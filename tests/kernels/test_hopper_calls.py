@@ -10,6 +10,7 @@ from kvkern.kernels import schedule
 from kvkern.kernels.device import Gpu
 from kvkern.kernels.hopper import decode_call
 from kvkern.kernels.hopper import mla_decode as hopper
+from tests.kernels.standing import stand_on
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KINDS = [
@@ -48,19 +49,10 @@ def host(monkeypatch):
     """Where the host stands, and where it went."""
     host = SimpleNamespace(card=0, visits=[], agains=[])
 
-    class StandOn:
-        def __init__(self, card):
-            self.card = card
-
-        def __enter__(self):
-            self.before, host.card = host.card, self.card
-            host.visits.append(self.card)
-
-        def __exit__(self, *_):
-            host.card = self.before
-
     cuda = SimpleNamespace(
-        current_device=lambda: host.card, is_current_stream_capturing=lambda: False, device=StandOn
+        current_device=lambda: host.card,
+        is_current_stream_capturing=lambda: False,
+        device=stand_on(host),
     )
     monkeypatch.setattr(hopper.torch, "cuda", cuda)
     monkeypatch.setattr(hopper, "device_finder", lambda: cuda.current_device)

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvkern.kernels import launch as launching
 from kvkern.kernels import write_kv
 from kvkern.kernels.launch import Launch, launch
+from tests.kernels.standing import stand_on
 
 CARD = torch.device("cuda", 1)
 
@@ -70,18 +71,7 @@ def host(monkeypatch):
     runtime = SimpleNamespace(driver=SimpleNamespace(active=driver))
     monkeypatch.setattr(launching.triton, "runtime", runtime)
 
-    class StandOn:
-        def __init__(self, card):
-            self.card = card
-
-        def __enter__(self):
-            self.before, host.card = host.card, self.card
-            host.visits.append(self.card)
-
-        def __exit__(self, *_):
-            host.card = self.before
-
-    monkeypatch.setattr(launching.torch.cuda, "device", StandOn)
+    monkeypatch.setattr(launching.torch.cuda, "device", stand_on(host))
     return host
 
 

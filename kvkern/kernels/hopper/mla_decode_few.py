@@ -55,7 +55,6 @@ from kvkern.kernels.hopper.paging import (
     share_of,
     slots_of,
     table_row,
-    token_of,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
@@ -303,9 +302,8 @@ def _attend(
                 stride_q_token, stride_q_head, ROPE_DIM,
             )  # fmt: skip
             num_visible, min_visible = visible_keys(
-                table_ptr, cached + token_of(row, num_heads), mask_row, seq_len, max_pages,
-                PAGE_SIZE,
-            )  # fmt: skip
+                table_ptr, row, mask_row, num_heads, cached, seq_len, max_pages, PAGE_SIZE
+            )
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
             weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys

@@ -57,7 +57,6 @@ from kvkern.kernels.hopper.paging import (
     scalar,
     share_of,
     table_row,
-    token_of,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
@@ -460,9 +459,8 @@ def _attend(
                 )  # fmt: skip
             mbarrier.arrive(meeting, count=1)
             num_visible, min_visible = visible_keys(
-                table_ptr, cached + token_of(row, num_heads), mask_row, seq_len, max_pages,
-                PAGE_SIZE,
-            )  # fmt: skip
+                table_ptr, row, mask_row, num_heads, cached, seq_len, max_pages, PAGE_SIZE
+            )
             mbarrier.wait(meeting, 0)
             row_scale = query[2].load(OF_ROW) * scale_log2
 

@@ -60,7 +60,6 @@ from kvkern.kernels.hopper.paging import (
     slots_of,
     store_half,
     table_row,
-    token_of,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
@@ -215,12 +214,7 @@ def _attend_left(
                     q, keys, full_left, full_right, done, no_scores, BOX, ROPE_DIM
                 )
                 num_visible, min_visible = visible_keys(
-                    table_ptr,
-                    cached + token_of(row, num_heads),
-                    mask_row,
-                    seq_len,
-                    max_pages,
-                    PAGE_SIZE,
+                    table_ptr, row, mask_row, num_heads, cached, seq_len, max_pages, PAGE_SIZE
                 )
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 for block in range(begin, stop - 1):

@@ -66,7 +66,6 @@ from kvkern.kernels.hopper.paging import (
     slots_of,
     store_half,
     table_row,
-    token_of,
     visible_keys,
 )
 from kvkern.kernels.paging import ANY_ALIGNMENT
@@ -276,12 +275,7 @@ def _find_weights(
             weight_sum = gl.zeros([ROWS], gl.float32, OF_SCORE)
             if begin < stop:
                 num_visible, min_visible = visible_keys(
-                    table_ptr,
-                    cached + token_of(row, num_heads),
-                    mask_row,
-                    seq_len,
-                    max_pages,
-                    PAGE_SIZE,
+                    table_ptr, row, mask_row, num_heads, cached, seq_len, max_pages, PAGE_SIZE
                 )
                 mbarrier.wait(q_full, tiles & 1)
                 tiles += 1

@@ -111,16 +111,13 @@ def piece_of(part, request, GANG: gl.constexpr):
 
 
 @gluon.jit
-def visible_keys(table_ptr, position, mask_row, seq_len, max_pages, PAGE_SIZE: gl.constexpr):
+def visible_keys(
+    table_ptr, row, mask_row, num_heads, cached, seq_len, max_pages, PAGE_SIZE: gl.constexpr
+):
     """How many keys each row sees, and the fewest of a row that is there; padding sees none."""
+    position = cached + token_of(row, num_heads)
     num_keys = gl.where(mask_row, seq_len, 0)
     own_page = find_pages(table_ptr, position, num_keys, max_pages, PAGE_SIZE)
-    return count_visible(own_page, position, mask_row, seq_len)
-
-
-@gluon.jit
-def count_visible(own_page, position, mask_row, seq_len):
-    """The same, when the page of each row's own key has been found."""
     num_visible = gl.where(own_page >= 0, position + 1, 0)
     return num_visible, gl.min(gl.where(mask_row, num_visible, seq_len), 0)
 
