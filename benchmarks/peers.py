@@ -183,7 +183,7 @@ def kvkern_fast(step: DecodeStep) -> Implementation | None:
 
 def kvkern_fp8_query(step: DecodeStep) -> Implementation | None:
     """The query in e4m3, as ``write_kv`` can make it and fp8 kernels elsewhere want it."""
-    if step.device.type != "cuda" or not step.case.may_have_e4m3_weights:
+    if step.device.type != "cuda" or step.case.format != "fp8":
         return None
     q, q_scale = step.q.to(_E4M3), torch.ones(1, device=step.device)
     mine = step.by("kvkern_fp8_query", q=q, q_scale=q_scale)

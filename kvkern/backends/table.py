@@ -94,11 +94,8 @@ def _hopper_refuses_format(call: DecodeCall) -> str | None:
     if not fmt.is_quantised and call.q_dtype != fmt.latent_dtype:
         return f"takes q in the cache's dtype {fmt.latent_dtype}, got {call.q_dtype}"
     if call.q_dtype == torch.float8_e4m3fn:
-        if fmt.name != "fp8" or call.max_rows is None or call.max_rows <= 32:
-            return (
-                "takes e4m3 queries with an fp8 cache and more than 32 rows (new tokens x heads) a "
-                f"request, got {fmt.name} and {call.max_rows}"
-            )
+        if fmt.name != "fp8":
+            return f"takes e4m3 queries with an fp8 cache, got {fmt.name}"
     elif call.q_dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, got {call.q_dtype}"
     latents, ropes = {  # columns

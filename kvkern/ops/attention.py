@@ -43,8 +43,8 @@ def mla_decode(
     Args:
         q: ``[T, H, L+R]``, bf16, fp16 or fp32 (fp64: reference only), last dim contiguous; any
             number of heads. Or e4m3 with ``q_scale``, as ``write_kv`` makes it: backend
-            ``"hopper"`` multiplies it as it is on an fp8 cache with more than 32 rows; elsewhere it
-            is dequantised to bf16 first.
+            ``"hopper"`` multiplies it as it is on an fp8 cache; elsewhere it is dequantised to bf16
+            first.
         cache: ``PagedKVCache.view(layer, batch)`` in any format. Cached values are dequantised
             and, if need be, rounded to q's dtype.
         softmax_scale: multiplies the scores; for MLA ``(nope + rope) ** -0.5`` of the model's

@@ -28,9 +28,9 @@ _WORDS: gl.constexpr = gl.constexpr(
     gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 8]), 1)
 )
 SHARE_ROWS: gl.constexpr = gl.constexpr(32)  # query rows that a warpgroup quantises
-# of eight rows of queries by four warps, a row in 16 lanes
-_QUERY: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-_QUERY_ROPE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+# eight rows of queries by four warps, a row in 16 lanes
+QUERY: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+QUERY_ROPE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 _E4M3_MAX: gl.constexpr = gl.constexpr(448.0)
 _MIN_SCALE: gl.constexpr = gl.constexpr(2.0**-60)  # of a query row; its product is not to vanish
 
@@ -49,11 +49,11 @@ def _load_columns(q_ptr, first_row, row, mask, column, WIDTH: gl.constexpr, ROW_
 def _load_group(q_ptr, first_row, group, num_left, LATENT_DIM: gl.constexpr,
                 ROW_DIM: gl.constexpr):  # fmt: skip
     """Latent and rope columns of eight rows."""
-    row = group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, _QUERY))
-    latent = _load_columns(q_ptr, first_row, row, row < num_left, 0, LATENT_DIM, ROW_DIM, _QUERY)
-    row = gl.convert_layout(row, gl.SliceLayout(1, _QUERY_ROPE), assert_trivial=True)
+    row = group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, QUERY))
+    latent = _load_columns(q_ptr, first_row, row, row < num_left, 0, LATENT_DIM, ROW_DIM, QUERY)
+    row = gl.convert_layout(row, gl.SliceLayout(1, QUERY_ROPE), assert_trivial=True)
     rope = _load_columns(
-        q_ptr, first_row, row, row < num_left, LATENT_DIM, 64, ROW_DIM, _QUERY_ROPE
+        q_ptr, first_row, row, row < num_left, LATENT_DIM, 64, ROW_DIM, QUERY_ROPE
     )
     return latent, rope
 

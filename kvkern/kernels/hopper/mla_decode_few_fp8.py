@@ -5,9 +5,9 @@ that a wgmma wants, and query rows its N. Two warpgroups take a tile's blocks of
 each with a maximum, a sum and an output of its own, and finish half of the columns each.
 
 - Scores. A query row is 2^e (high + low / 16), both e4m3, side by side on N: 8 significant bits, as
-  bf16 has, or 2^-17 of the row's largest; fp16 loses 3 of its 11. fp8 wgmma keeps about 13 bits of
-  a sum, which here goes over the columns of one key; sums over keys are fp32. A bf16 rope key has
-  a wgmma of its own, with two bf16 terms.
+  bf16 has, or 2^-17 of the row's largest; fp16 loses 3 of its 11. A query that comes in e4m3 is
+  multiplied as it is. fp8 wgmma keeps about 13 bits of a sum, which here goes over the columns of
+  one key; sums over keys are fp32. A bf16 rope key has a wgmma of its own, with two bf16 terms.
 - Output. 8-bit wgmma takes no transposed operand, so V^T goes through registers as fp16, where e4m3
   is exact. Weights are fp16 up to 2^8: 11 bits, down to 2^-22 of a row's largest.
 - Scales of tokens, or of 128 columns of them, multiply scores in fp32, and weights before they are
@@ -38,8 +38,10 @@ from kvkern.cache.storage import LayerPages, PagedKVCache
 from kvkern.kernels.config import KernelConfig
 from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor, view_tile
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
+from kvkern.kernels.hopper.e4m3 import QUERY, QUERY_ROPE
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
+    ROW_EACH,
     are_keys,
     box_keys,
     clear_padding,
@@ -63,11 +65,34 @@ from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat, FormatName
 
+_SPILLS: dict[str, Any] = {
+    "spill_budget": 64,
+    "spill_reason": "with four boxes a block, what a tile needs once is parked",
+}
 _GAIN: gl.constexpr = gl.constexpr(256.0)  # of weights in fp16
 _MIN_SCALE: gl.constexpr = gl.constexpr(2.0**-100)  # smaller ones, which nobody writes, count as it
 _ROPE_RANGE: gl.constexpr = gl.constexpr(2.0**-40)
 _E4M3_BITS: gl.constexpr = gl.constexpr(-(2**20))  # of an fp32: sign, exponent, 3 of the fraction
 _BF16_BITS: gl.constexpr = gl.constexpr(-(2**16))
+# [columns, query rows] of the output: a thread holds two neighbouring columns, which go together
+_COLUMNS_8: gl.constexpr = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0], [0, 1], [16, 0]],
+        [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
+        [[32, 0], [64, 0]],
+        [],
+        [128, 8],
+    )
+)
+_COLUMNS_16: gl.constexpr = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0], [0, 1], [0, 8], [16, 0]],
+        [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
+        [[32, 0], [64, 0]],
+        [],
+        [128, 16],
+    )
+)
 
 
 @gluon.jit
@@ -181,50 +206,70 @@ def _term(values, BITS: gl.constexpr, TERM: gl.constexpr):
 
 @gluon.jit
 def _load_query(
-    q_ptr, query, first_row, num_left, start, num_heads, stride_q_token, stride_q_head, rope_factor,
-    ROPE_DIM: gl.constexpr, FIRST: gl.constexpr,
+    q_ptr, first_row, num_left, start, num_heads, stride_q_token, stride_q_head,
+    LATENT_DIM: gl.constexpr, ROPE_DIM: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Eight rows of a tile from ``FIRST`` on: both terms of each over its power of two, and that.
-
-    Rows that are not there are zero.
-    """
-    q_latent, q_rope, powers = query[0].index(0), query[1].index(0), query[2]
-    ROWS: gl.constexpr = q_latent.shape[0] // 2
-    LATENT_DIM: gl.constexpr = q_latent.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, LATENT_DIM // 32], [1, 32], [4, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    OF_NARROW: gl.constexpr = gl.SliceLayout(1, NARROW)
-    row = FIRST + gl.arange(0, 8, layout=gl.SliceLayout(1, WIDE))
+    """Eight rows of a tile from ``FIRST`` on, latent and rope columns; zeros where there are none."""
+    OF_NARROW: gl.constexpr = gl.SliceLayout(1, QUERY_ROPE)
+    row = FIRST + gl.arange(0, 8, layout=gl.SliceLayout(1, QUERY))
     offs_row = query_offsets(first_row + row, start, num_heads, stride_q_token, stride_q_head)
-    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, WIDE))
+    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, QUERY))
     offs = gl.expand_dims(offs_row, 1) + gl.expand_dims(offs_l, 0)
-    mask = gl.expand_dims(row < num_left, 1)
-    latent = gl.load(q_ptr + offs, mask=mask, other=0.0).to(gl.float32)
-    offs_r = gl.arange(0, 64, layout=gl.SliceLayout(0, NARROW))
+    latent = gl.load(q_ptr + offs, mask=gl.expand_dims(row < num_left, 1), other=0.0)
+    offs_r = gl.arange(0, 64, layout=gl.SliceLayout(0, QUERY_ROPE))
     offs_row = gl.convert_layout(offs_row, OF_NARROW, assert_trivial=True)
     mask = gl.expand_dims(gl.convert_layout(row < num_left, OF_NARROW, assert_trivial=True), 1)
     mask = mask & gl.expand_dims(offs_r < ROPE_DIM, 0)
     offs = gl.expand_dims(offs_row, 1) + gl.expand_dims(offs_r, 0)
-    rope = gl.load(q_ptr + LATENT_DIM + offs, mask=mask, other=0.0).to(gl.float32) * rope_factor
+    return latent, gl.load(q_ptr + LATENT_DIM + offs, mask=mask, other=0.0)
 
+
+@gluon.jit
+def _store_query(rows, query, rope_factor, zero, ROPE_DIM: gl.constexpr, FIRST: gl.constexpr):
+    """What ``_load_query`` loaded: both terms of each row over its power of two, and that.
+
+    The latent in a loop over its halves, whose length ``zero`` hides: when a kernel starts its
+    instructions have to be fetched as well.
+    """
+    q_latent, q_rope, powers = query[0].index(0), query[1].index(0), query[2]
+    ROWS: gl.constexpr = powers.shape[0]
+    HALF: gl.constexpr = q_latent.shape[1] // 2
+    latent, rope = rows[0].to(gl.float32), rows[1].to(gl.float32) * rope_factor
     # the largest comes to lie in [128, 256), below e4m3's 448; in bf16, rope columns have the range
     # to lie far above, and leave the bits to latents whose scales are large
     IS_NARROW: gl.constexpr = q_rope.dtype.primitive_bitwidth == 8
-    largest = gl.convert_layout(gl.max(gl.abs(rope), 1), row.type.layout, assert_trivial=True)
-    largest = largest if IS_NARROW else largest * _ROPE_RANGE
-    largest = gl.maximum(gl.maximum(gl.max(gl.abs(latent), 1), largest), _MIN_SCALE)
-    power = _power_below(largest) * 0.0078125
+    amax = gl.max(gl.abs(latent), 1)
+    rope_amax = gl.max(gl.abs(rope), 1)
+    rope_amax = rope_amax if IS_NARROW else rope_amax * _ROPE_RANGE
+    amax = gl.maximum(amax, gl.convert_layout(rope_amax, amax.type.layout, assert_trivial=True))
+    power = _power_below(gl.maximum(amax, _MIN_SCALE)) * 0.0078125
     powers.slice(FIRST, 8, dim=0).store(power)
-    inverse = _inverse_of(power)
-    latent = latent * gl.expand_dims(inverse, 1)
-    rope = rope * gl.expand_dims(gl.convert_layout(inverse, OF_NARROW, assert_trivial=True), 1)
-    BITS: gl.constexpr = _E4M3_BITS if IS_NARROW else _BF16_BITS
-    for term in gl.static_range(2):
-        rows = q_latent.slice(term * ROWS + FIRST, 8, dim=0)
-        rows.store(_term(latent, _E4M3_BITS, term).to(q_latent.dtype))
-        if ROPE_DIM > 0:
-            rows = q_rope.slice(term * ROWS + FIRST, 8, dim=0)
-            rows.store(_term(rope, BITS, term).to(q_rope.dtype))
+    inverse = gl.expand_dims(_inverse_of(power), 1)
+    if ROPE_DIM > 0:
+        rope = rope * gl.convert_layout(inverse, QUERY_ROPE, assert_trivial=True)
+        BITS: gl.constexpr = _E4M3_BITS if IS_NARROW else _BF16_BITS
+        for term in gl.static_range(2):
+            of_term = q_rope.slice(term * ROWS + FIRST, 8, dim=0)
+            of_term.store(_term(rope, BITS, term).to(q_rope.dtype))
+    halves = view_tile(
+        q_latent, q_latent.dtype, [2, 2 * ROWS, HALF], gl.NVMMASharedLayout(128, 8, 2)
+    )
+    half, next_half = gl.split(latent.reshape([8, 2, HALF]).permute([0, 2, 1]))
+    for index in range(zero, 2):
+        half = half * gl.convert_layout(inverse, half.type.layout, assert_trivial=True)
+        for term in gl.static_range(2):
+            tile = halves.index(index).slice(term * ROWS + FIRST, 8, dim=0)
+            tile.store(_term(half, _E4M3_BITS, term).to(q_latent.dtype))
+        half = next_half
+    fence_async_shared()
+
+
+@gluon.jit
+def _copy_query(rows, query, ROPE_DIM: gl.constexpr, FIRST: gl.constexpr):
+    """What ``_load_query`` loaded, in e4m3 as it is."""
+    query[0].index(0).slice(FIRST, 8, dim=0).store(rows[0])
+    if ROPE_DIM > 0:
+        query[1].index(0).slice(FIRST, 8, dim=0).store(rows[1])
     fence_async_shared()
 
 
@@ -252,8 +297,9 @@ def _start_group(latent, q_latent, group: gl.constexpr, none):
 
 @gluon.jit
 def _scores(
-    keys, query, stage, zero, MMA: gl.constexpr, ROPE_DIM: gl.constexpr, NUM_GROUPS: gl.constexpr
-):
+    keys, query, stage, zero, rope_factor, MMA: gl.constexpr, ROPE_DIM: gl.constexpr,
+    NUM_GROUPS: gl.constexpr,
+):  # fmt: skip
     """Scores [64, ROWS] of a block, over the rows' powers of two, with token scales."""
     latents, ropes, scales, _holes = keys
     q_latent, q_rope = query[0].index(zero), query[1].index(zero)
@@ -268,7 +314,15 @@ def _scores(
         products = warpgroup_mma(
             latent, q_latent.permute((1, 0)), none, use_acc=False, is_async=True
         )
-    if NUM_GROUPS == 0:
+    if NUM_TERMS == MMA.instr_shape[1]:  # queries came in e4m3
+        of_rope = none
+        if ROPE_DIM > 0:
+            of_rope = warpgroup_mma(
+                rope, q_rope.permute((1, 0)), none, use_acc=False, is_async=True
+            )
+        products, of_rope = warpgroup_mma_wait(0, deps=(products, of_rope))
+        return gl.convert_layout(products + of_rope * rope_factor, MMA, assert_trivial=True)
+    elif NUM_GROUPS == 0:
         if ROPE_DIM > 0:
             products = warpgroup_mma(rope, q_rope.permute((1, 0)), products, is_async=True)
         return _join_terms(warpgroup_mma_wait(0, deps=(products,)), MMA)
@@ -380,12 +434,40 @@ def _add_values(acc, rescales, pairs, tiles, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _store_columns(acc, out_ptr, offs_row, mask_row, CHUNK: gl.constexpr):
-    """128 columns of the latent, in the order of ``_values``."""
-    row = gl.arange(0, 128, layout=gl.SliceLayout(1, acc.type.layout))
-    column = 2 * (((row >> 4) & 3) * 16 + (row >> 6) * 8 + (row & 7)) + ((row >> 3) & 1)
-    offs = gl.expand_dims(offs_row, 0) + gl.expand_dims(CHUNK * 128 + column, 1)
-    gl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(mask_row, 0))
+def _store_columns(acc, out_ptr, offs_row, mask_row, chunk):
+    """128 columns of the latent, which come in the order of ``_values``."""
+    ROWS: gl.constexpr = acc.shape[1]
+    LAYOUT: gl.constexpr = _COLUMNS_16 if ROWS == 16 else _COLUMNS_8
+    acc = acc.to(out_ptr.dtype.element_ty)
+    acc = acc.reshape([2, 4, 2, 8, ROWS]).permute([1, 0, 3, 2, 4]).reshape([128, ROWS])
+    acc = gl.convert_layout(acc, LAYOUT)  # the same values in each thread
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    offs_l = chunk * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+    offs = gl.expand_dims(gl.convert_layout(offs_row, OF_ROW), 0) + gl.expand_dims(offs_l, 1)
+    mask = gl.expand_dims(gl.convert_layout(mask_row, OF_ROW), 0)
+    gl.store(out_ptr + offs, acc, mask=mask)
+
+
+@gluon.jit
+def _join_sums(row_cells, unit, W: gl.constexpr):
+    """Rows' lse, base 2, from both warpgroups' maxima and sums; a thread has one row.
+
+    Leaves in cells what the output of this one, and of the other, and both together are times.
+    """
+    own_max = row_cells.index(2 * W).load(ROW_EACH)
+    other_max = row_cells.index(2 - 2 * W).load(ROW_EACH)
+    new_max = gl.maximum(own_max, other_max)
+    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    own_factor = gl.exp2(own_max - shift)
+    other_factor = gl.exp2(other_max - shift)
+    weight_sum = row_cells.index(2 * W + 1).load(ROW_EACH) * own_factor
+    weight_sum += row_cells.index(3 - 2 * W).load(ROW_EACH) * other_factor
+    saw_none = weight_sum == 0.0
+    weight_sum = gl.where(saw_none, 1.0, weight_sum)
+    row_cells.index(4 + 3 * W).store(own_factor)
+    row_cells.index(5 + 3 * W).store(other_factor)
+    row_cells.index(6 + 3 * W).store(gl.where(saw_none, 0.0, unit / weight_sum))
+    return new_max + gl.log2(weight_sum)
 
 
 @gluon.jit
@@ -395,12 +477,13 @@ def _attend(
     keys,
     weights_tiles,
     exchange,
-    maxima_and_sums,
+    row_cells,
     barriers,
     results,
     work,
     scale_log2,
     layer_scales_ptr,
+    q_scale_ptr,
     stride_q_token,
     stride_q_head,
     W: gl.constexpr,  # which of the two warpgroups
@@ -425,7 +508,8 @@ def _attend(
     bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads = work
     STAGES: gl.constexpr = latents.type.shape[0]
     LATENT_DIM: gl.constexpr = latents.type.shape[2]
-    ROWS: gl.constexpr = query[0].shape[1] // 2
+    IS_E4M3: gl.constexpr = q_ptr.dtype.element_ty.primitive_bitwidth == 8
+    ROWS: gl.constexpr = query[2].shape[0]
     HALF: gl.constexpr = LATENT_DIM // 256  # chunks of 128 columns that one warpgroup finishes
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -438,6 +522,8 @@ def _attend(
         latent_scale = gl.load(layer_scales_ptr)
         rope_factor = gl.load(layer_scales_ptr + 1) / latent_scale
         scale_log2 *= latent_scale
+    if IS_E4M3:
+        scale_log2 *= gl.load(q_scale_ptr)
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
@@ -453,16 +539,22 @@ def _attend(
             row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
             mask_row = row < num_rows
             if W * 8 < ROWS:
-                _load_query(
-                    q_ptr, query, tile * ROWS, num_rows - tile * ROWS, start, num_heads,
-                    stride_q_token, stride_q_head, rope_factor, ROPE_DIM, W * 8,
+                query_rows = _load_query(
+                    q_ptr, tile * ROWS, num_rows - tile * ROWS, start, num_heads, stride_q_token,
+                    stride_q_head, LATENT_DIM, ROPE_DIM, W * 8,
                 )  # fmt: skip
-            mbarrier.arrive(meeting, count=1)
             num_visible, min_visible = visible_keys(
                 table_ptr, row, mask_row, num_heads, cached, seq_len, max_pages, PAGE_SIZE
             )
+            if W * 8 < ROWS:
+                if IS_E4M3:
+                    _copy_query(query_rows, query, ROPE_DIM, W * 8)
+                else:
+                    _store_query(query_rows, query, rope_factor, taken >> 30, ROPE_DIM, W * 8)
+            mbarrier.arrive(meeting, count=1)
             mbarrier.wait(meeting, 0)
-            row_scale = query[2].load(OF_ROW) * scale_log2
+            row_scale = gl.full([ROWS], 1.0, gl.float32, OF_ROW) if IS_E4M3 else query[2].load(OF_ROW)
+            row_scale = row_scale * scale_log2
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
             weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
@@ -477,7 +569,9 @@ def _attend(
                 mbarrier.wait(full.index(stage), ((taken + index) // STAGES) & 1)
                 # a constant address would be kept in registers, and moved for each wgmma
                 zero = (taken + index) >> 30
-                scores = _scores(keys, query, stage, zero, MMA, ROPE_DIM, NUM_GROUPS)
+                scores = _scores(
+                    keys, query, stage, zero, rope_factor, MMA, ROPE_DIM, NUM_GROUPS
+                )
                 scores = scores * gl.expand_dims(row_scale, 0)
                 pairs = view_tile(latents.index(stage), gl.int16, [2 * HALF, BLOCK_N, 64], PAIRS)
                 hole_bits = scalar(holes.index(stage))
@@ -535,40 +629,31 @@ def _attend(
             if NUM_GROUPS == 4:
                 acc = _without_units(acc, units)
             weight_sum = gl.sum(weight_sums, 0)
-            maxima_and_sums.index(2 * W).store(max_score)
-            maxima_and_sums.index(2 * W + 1).store(weight_sum)
+            row_cells.index(2 * W).store(max_score)
+            row_cells.index(2 * W + 1).store(weight_sum)
             exchange.index(W).store(acc[(1 - W) * HALF])
             mbarrier.arrive(meeting, count=1)
             mbarrier.wait(meeting, 1)
-            other_max = maxima_and_sums.index(2 - 2 * W).load(OF_ROW)
-            other_sum = maxima_and_sums.index(3 - 2 * W).load(OF_ROW)
-            new_max = gl.maximum(max_score, other_max)
-            shift = gl.where(new_max == -float("inf"), 0.0, new_max)
-            own_factor = gl.exp2(max_score - shift)
-            other_factor = gl.exp2(other_max - shift)
-            weight_sum = weight_sum * own_factor + other_sum * other_factor
-            saw_none = weight_sum == 0.0
-            lse = new_max + gl.log2(gl.where(saw_none, 1.0, weight_sum))
-            inverse = latent_scale / _GAIN / gl.where(saw_none, 1.0, weight_sum)
-            inverse = gl.expand_dims(gl.where(saw_none, 0.0, inverse), 0)
-            own_factor = gl.expand_dims(own_factor, 0)
-            other_factor = gl.expand_dims(other_factor, 0)
-            piece_row = piece.to(gl.int64) * slot_rows + row
-            out_row = start.to(gl.int64) * num_heads + row
+            lse = _join_sums(row_cells, latent_scale / _GAIN, W)
+            row = tile * ROWS + gl.arange(0, ROWS, layout=ROW_EACH)
             if W == 0:
                 if is_piece:
-                    gl.store(piece_lses_ptr + piece_row, lse, mask=mask_row)
+                    lse_ptrs = piece_lses_ptr + piece.to(gl.int64) * slot_rows + row
                 else:
-                    gl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
-            for chunk in gl.static_range(HALF):
-                if chunk > 0:
-                    mbarrier.arrive(meeting, count=1)
-                    mbarrier.wait(meeting, 0)
-                    exchange.index(W).store(acc[(1 - W) * HALF + chunk])
-                    mbarrier.arrive(meeting, count=1)
-                    mbarrier.wait(meeting, 1)
+                    lse_ptrs = lse_ptr + start.to(gl.int64) * num_heads + row
+                    lse *= LN_2
+                gl.store(lse_ptrs, lse, mask=row < num_rows)
+            row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
+            piece_row = piece.to(gl.int64) * slot_rows + row
+            out_row = start.to(gl.int64) * num_heads + row
+            own_factor = gl.expand_dims(row_cells.index(4 + 3 * W).load(OF_ROW), 0)
+            other_factor = gl.expand_dims(row_cells.index(5 + 3 * W).load(OF_ROW), 0)
+            inverse = gl.expand_dims(row_cells.index(6 + 3 * W).load(OF_ROW), 0)
+            mine, next_mine = acc[W * HALF], acc[W * HALF + HALF - 1]
+            # a loop, as the instructions of what comes once have to be fetched
+            for chunk in range(taken >> 30, HALF):
                 other = exchange.index(1 - W).load(MMA)
-                merged = acc[W * HALF + chunk] * own_factor + other * other_factor
+                merged = mine * own_factor + other * other_factor
                 # saw none: 0 times what may be NaN
                 merged = gl.where(inverse == 0, 0.0, merged * inverse)
                 if is_piece:
@@ -579,6 +664,13 @@ def _attend(
                     _store_columns(
                         merged, out_ptr, out_row * LATENT_DIM, mask_row, W * HALF + chunk
                     )
+                if chunk + 1 < HALF:
+                    mbarrier.arrive(meeting, count=1)
+                    mbarrier.wait(meeting, 0)
+                    exchange.index(W).store(acc[(1 - W) * HALF + HALF - 1])
+                    mbarrier.arrive(meeting, count=1)
+                    mbarrier.wait(meeting, 1)
+                mine = next_mine
 
 
 @gluon.jit(
@@ -587,6 +679,7 @@ def _attend(
 )
 def _mla_decode_few_fp8_kernel(
     q_ptr,  # [T, H, L+R]
+    q_scale_ptr,  # fp32 [1] with e4m3 queries, or None
     latent_desc,  # [slots, L] in boxes [min(page size, 64), L]
     rope_desc,  # [slots, R] in boxes [min(page size, 64), 64]
     scales_ptr,  # fp32 [slots, G], or None
@@ -635,13 +728,14 @@ def _mla_decode_few_fp8_kernel(
     ropes = gl.allocate_shared_memory(ROPE_TYPE, [STAGES, BLOCK_N, 64], rope_desc.layout)
     scales = gl.allocate_shared_memory(gl.float32, [NUM_SCALES, BLOCK_N], one)
     holes = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
-    q_latent = gl.allocate_shared_memory(E4M3, [1, 2 * ROWS, LATENT_DIM], latent_layout)
-    q_rope = gl.allocate_shared_memory(ROPE_TYPE, [1, 2 * ROWS, 64], rope_layout)
+    Q_TERMS: gl.constexpr = 2 if q_scale_ptr is None else 1
+    q_latent = gl.allocate_shared_memory(E4M3, [1, Q_TERMS * ROWS, LATENT_DIM], latent_layout)
+    q_rope = gl.allocate_shared_memory(ROPE_TYPE, [1, Q_TERMS * ROWS, 64], rope_layout)
     powers = gl.allocate_shared_memory(gl.float32, [ROWS], one)
     tiles0 = gl.allocate_shared_memory(gl.float16, [NUM_TILES, BLOCK_N, ROWS], tile_layout)
     tiles1 = gl.allocate_shared_memory(gl.float16, [NUM_TILES, BLOCK_N, ROWS], tile_layout)
     exchange = gl.allocate_shared_memory(gl.float32, [2, 128, ROWS], exchange_layout)
-    maxima_and_sums = gl.allocate_shared_memory(gl.float32, [4, ROWS], one)
+    row_cells = gl.allocate_shared_memory(gl.float32, [10, ROWS], one)
     # each lane of the fetching warp arrives with its scales, and one with the bytes of the TMA
     full = make_barriers(STAGES, 33 if NUM_GROUPS > 0 else 1)
     empty = make_barriers(STAGES, 1)
@@ -657,17 +751,17 @@ def _mla_decode_few_fp8_kernel(
             (
                 _attend,
                 (
-                    q_ptr, query, keys, tiles0, exchange, maxima_and_sums, barriers, results, work,
-                    scale_log2, layer_scales_ptr, stride_q_token, stride_q_head, 0, GANG,
-                    PAGE_SIZE, BOX, ROPE_DIM, NUM_GROUPS, LN_2,
+                    q_ptr, query, keys, tiles0, exchange, row_cells, barriers, results, work,
+                    scale_log2, layer_scales_ptr, q_scale_ptr, stride_q_token, stride_q_head, 0,
+                    GANG, PAGE_SIZE, BOX, ROPE_DIM, NUM_GROUPS, LN_2,
                 ),
             ),
             (
                 _attend,
                 (
-                    q_ptr, query, keys, tiles1, exchange, maxima_and_sums, barriers, results, work,
-                    scale_log2, layer_scales_ptr, stride_q_token, stride_q_head, 1, GANG,
-                    PAGE_SIZE, BOX, ROPE_DIM, NUM_GROUPS, LN_2,
+                    q_ptr, query, keys, tiles1, exchange, row_cells, barriers, results, work,
+                    scale_log2, layer_scales_ptr, q_scale_ptr, stride_q_token, stride_q_head, 1,
+                    GANG, PAGE_SIZE, BOX, ROPE_DIM, NUM_GROUPS, LN_2,
                 ),
             ),
             (
@@ -686,8 +780,8 @@ def _mla_decode_few_fp8_kernel(
     clear_padding(out_ptr, lse_ptr, first_padding, num_tokens * num_heads, LATENT_DIM)
 
 
-def _query_fields(q: Tensor, q_scale: None, fmt: CacheFormat) -> dict[str, Any]:
-    return {"q_ptr": q}
+def _query_fields(q: Tensor, q_scale: Tensor | None, fmt: CacheFormat) -> dict[str, Any]:
+    return {"q_ptr": q, "q_scale_ptr": q_scale}
 
 
 def _page_fields(pages: LayerPages) -> dict[str, Any]:
@@ -731,7 +825,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Each format, q dtype, tile of rows, dims and page size."""
     if capability != 90:
         return
-    bf16, fp16 = torch.bfloat16, torch.float16
+    bf16, fp16, e4m3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     variants: list[tuple[FormatName, torch.dtype, int, int, int, int]] = [
         ("fp8", bf16, 8, 512, 64, 64), ("fp8", bf16, 16, 512, 64, 64),
         ("fp8", fp16, 16, 512, 64, 64), ("fp8", bf16, 16, 512, 64, 16),
@@ -740,7 +834,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("fp8_token", bf16, 8, 512, 64, 64), ("fp8_token", bf16, 16, 512, 64, 64),
         ("fp8_token", bf16, 16, 512, 64, 16), ("fp8_ds_mla", bf16, 8, 512, 64, 64),
         ("fp8_ds_mla", bf16, 16, 512, 64, 64), ("fp8_ds_mla", fp16, 16, 512, 64, 64),
-        ("fp8_ds_mla", bf16, 16, 512, 64, 16),
+        ("fp8_ds_mla", bf16, 16, 512, 64, 16), ("fp8", e4m3, 8, 512, 64, 64),
+        ("fp8", e4m3, 16, 512, 64, 64), ("fp8", e4m3, 16, 256, 0, 64),
     ]  # fmt: skip
     for name, q_dtype, rows, latent_dim, rope_dim, page_size in variants:
         fmt = CacheFormat(name, latent_dim, rope_dim)
@@ -748,4 +843,5 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         q = torch.empty(1, rows, fmt.row_dim, dtype=q_dtype)
         label = f"{name}-{q_dtype}-L{latent_dim}-R{rope_dim}-rows{rows}-page{page_size}"
         label = label.replace("torch.", "")
-        yield shipped_config(KERNEL, label, q, pages, Work(132, 1, rows, 64))
+        q_scale = torch.empty(1) if q_dtype == e4m3 else None
+        yield shipped_config(KERNEL, label, q, pages, Work(132, 1, rows, 64), q_scale, **_SPILLS)

@@ -9,6 +9,8 @@ from kvkern.kernels.hopper.compat import copy_values, load_tile, view_tile
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # keys a block
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a program, where there are many
 NO_MAXIMUM: gl.constexpr = gl.constexpr(-1e30)  # of no scores; finite, as -inf - -inf is NaN
+# of four warps that finish a tile of few rows: a row each, and not what its columns' threads share
+ROW_EACH: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # a thread holds 8 neighbouring columns of a row, which it can store at once; by half of a latent
 WIDE_128: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -295,7 +297,8 @@ def prefetch_step(
 ):  # fmt: skip
     """Ask the L2 for all that says where the first keys are, at once: each is found by the last.
 
-    The row of the page table is a guess: requests that are alike lie evenly over the parts.
+    The row of the page table is a guess: of requests that are alike, as many parts or whole
+    requests as fit go to each.
     """
     lane = gl.arange(
         0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -303,7 +306,9 @@ def prefetch_step(
     part = gl.program_id(0) // GANG
     num_parts = gl.num_programs(0) // GANG
     index = gl.minimum(lane * 32, num_requests - 1)
-    row = table_row(page_table_ptr, part * num_requests // num_parts, max_pages)
+    parts_each = gl.maximum(token_of(num_parts, gl.maximum(num_requests, 1)), 1)
+    request = token_of(part, parts_each) * gl.cdiv(num_requests, num_parts)
+    row = table_row(page_table_ptr, gl.minimum(request, num_requests - 1), max_pages)
     is_there = num_requests > 0
     _prefetch_line(bounds_ptr + (2 * part + lane * 0), is_there)
     _prefetch_line(offsets_ptr + index, is_there)
