@@ -144,7 +144,7 @@ def test_dims_dtypes_and_page_sizes(name, latent, rope, num_heads, page_size):
 @on_hopper
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 @pytest.mark.parametrize("page_size", [16, 64, 128])
-@pytest.mark.parametrize("num_heads", [5, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("num_heads", [5, 8, 10, 16, 32, 64, 128])
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_caches_of_8_bits(name, num_heads, page_size, mean):
     """Against fp64 on the stored values; weights of many heads in fp8 are rounded to e4m3."""
@@ -164,7 +164,7 @@ def test_caches_of_8_bits(name, num_heads, page_size, mean):
 @on_hopper
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.02, 0.3), (0.5, 0.01)])
 @pytest.mark.parametrize(("latent", "rope"), [(512, 64), (512, 0), (256, 32)])
-@pytest.mark.parametrize("num_heads", [2, 5, 16, 40, 64, 128])
+@pytest.mark.parametrize("num_heads", [2, 5, 10, 16, 40, 64, 128])
 def test_queries_in_e4m3_lose_nothing_more(num_heads, latent, rope, scales):
     """Whatever the scales of latents and rope keys are, which one of queries has to span.
 
@@ -208,7 +208,7 @@ def test_fast_sums_are_exact_where_no_kernel_has_any(name, num_heads):
 
 
 @on_hopper
-@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("num_heads", [10, 16, 128])
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_caches_of_8_bits_are_read_within_their_requests(name, num_heads):
     lengths = ([37, 16, 9, 0, 131], [1, 3, 1, 2, 1])

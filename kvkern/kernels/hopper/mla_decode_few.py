@@ -27,11 +27,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.cache.storage import LayerPages, PagedKVCache
 from kvkern.kernels.config import KernelConfig
-from kvkern.kernels.hopper.compat import tile_descriptor, view_tile
+from kvkern.kernels.hopper.compat import tile_descriptor
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
-    ROW_EACH,
     are_keys,
     box_keys,
     clear_padding,
@@ -63,7 +62,7 @@ from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
 _SPILLS: dict[str, Any] = {
-    "spill_budget": 240,
+    "spill_budget": 160,
     "spill_reason": "what a tile of 32 rows needs once is parked while its keys are gone over",
 }
 
@@ -219,49 +218,29 @@ def _gather(
 @gluon.jit
 def _load_query(
     q_ptr, q_latent, q_rope, first_row, num_left, start, num_heads, stride_q_token, stride_q_head,
-    zero, ROPE_DIM: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
 ):  # fmt: skip
-    """A tile of query rows into shared memory; rows that are not there are zero.
-
-    16 rows at a time, in a loop whose length ``zero`` hides: when a kernel starts its instructions
-    have to be fetched as well, and so many values have registers.
-    """
-    ROWS: gl.constexpr = q_latent.shape[0]
+    """A tile of query rows into shared memory; rows that are not there are zero."""
     LATENT_DIM: gl.constexpr = q_latent.shape[1]
-    STEP: gl.constexpr = min(ROWS, 16)
-    CHUNKS: gl.constexpr = LATENT_DIM // 64
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    NUM_TILES: gl.constexpr = CHUNKS * ROWS // STEP
-    latents = view_tile(q_latent, q_latent.dtype, [NUM_TILES, STEP, 64], TILE)
-    ropes = view_tile(q_rope, q_latent.dtype, [ROWS // STEP, STEP, 64], TILE)
-    for group in range(zero, ROWS // STEP):
-        row = group * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
-        offs_row = query_offsets(first_row + row, start, num_heads, stride_q_token, stride_q_head)
-        offs_row = gl.expand_dims(offs_row, 1)
-        mask_row = gl.expand_dims(row < num_left, 1)
-        offs_l = gl.expand_dims(gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, LAYOUT)), 0)
-        latent = gl.load(q_ptr + offs_row + offs_l, mask=mask_row, other=0.0)
-        if ROPE_DIM > 0:
-            offs_r = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)), 0)
-            mask = mask_row & (offs_r < ROPE_DIM)
-            rope = gl.load(q_ptr + LATENT_DIM + offs_row + offs_r, mask=mask, other=0.0)
-            ropes.index(group).store(rope)
-        _store_chunks(latent, latents, group, ROWS // STEP)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    OF_NARROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    row = gl.arange(0, q_latent.shape[0], layout=gl.SliceLayout(1, WIDE))
+    offs_row = query_offsets(first_row + row, start, num_heads, stride_q_token, stride_q_head)
+    mask_row = row < num_left
+    if ROPE_DIM > 0:
+        offs_r = gl.arange(0, 64, layout=gl.SliceLayout(0, NARROW))
+        offs = gl.expand_dims(gl.convert_layout(offs_row, OF_NARROW, assert_trivial=True), 1)
+        mask = gl.expand_dims(gl.convert_layout(mask_row, OF_NARROW, assert_trivial=True), 1)
+        mask = mask & gl.expand_dims(offs_r < ROPE_DIM, 0)
+        offs += LATENT_DIM + gl.expand_dims(offs_r, 0)
+        rope = gl.load(q_ptr + offs, mask=mask, other=0.0)
+    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(0, WIDE))
+    offs = gl.expand_dims(offs_row, 1) + gl.expand_dims(offs_l, 0)
+    q_latent.store(gl.load(q_ptr + offs, mask=gl.expand_dims(mask_row, 1), other=0.0))
+    if ROPE_DIM > 0:
+        q_rope.store(rope)
     fence_async_shared()
-
-
-@gluon.jit
-def _store_chunks(rows, tiles, index, STRIDE: gl.constexpr):
-    """Columns of some rows, 64 in a tile; tiles of neighbouring columns lie STRIDE apart."""
-    NUM_ROWS: gl.constexpr = rows.shape[0]
-    HALF: gl.constexpr = rows.shape[1] // 2
-    if HALF == 32:
-        tiles.index(index).store(rows)
-    else:
-        left, right = gl.split(rows.reshape([NUM_ROWS, 2, HALF]).permute([0, 2, 1]))
-        _store_chunks(left, tiles, index, STRIDE)
-        _store_chunks(right, tiles, index + HALF // 64 * STRIDE, STRIDE)
 
 
 @gluon.jit
@@ -272,7 +251,6 @@ def _attend(
     latents,
     ropes,
     weights_tile,
-    row_cells,
     holes,
     full,
     empty,
@@ -299,13 +277,12 @@ def _attend(
     """Online softmax of each tile of query rows over the blocks in the ring. Four warps."""
     STAGES: gl.constexpr = latents.type.shape[0]
     LATENT_DIM: gl.constexpr = latents.type.shape[2]
-    HALF: gl.constexpr = LATENT_DIM // 2
     ROWS: gl.constexpr = q_latent.shape[0]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OF_ROW: gl.constexpr = gl.SliceLayout(0, MMA)
     OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
     no_scores = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)
-    offs_l = gl.arange(0, HALF, layout=OF_KEY)
+    offs_l = gl.arange(0, LATENT_DIM, layout=OF_KEY)
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
@@ -322,7 +299,7 @@ def _attend(
             mask_row = row < num_rows
             _load_query(
                 q_ptr, q_latent, q_rope, tile * ROWS, num_rows - tile * ROWS, start, num_heads,
-                stride_q_token, stride_q_head, taken >> 30, ROPE_DIM,
+                stride_q_token, stride_q_head, ROPE_DIM,
             )  # fmt: skip
             num_visible, min_visible = visible_keys(
                 table_ptr, row, mask_row, num_heads, cached, seq_len, max_pages, PAGE_SIZE
@@ -371,39 +348,23 @@ def _attend(
                 mbarrier.arrive(empty.index(stage), count=1)
                 taken += 1
 
-            row_cells.index(0).store(max_score)
-            row_cells.index(1).store(gl.sum(weight_sums, 0))
-            row = tile * ROWS + gl.arange(0, ROWS, layout=ROW_EACH)
-            weight_sum = row_cells.index(1).load(ROW_EACH)
+            weight_sum = gl.sum(weight_sums, 0)
             saw_none = weight_sum == 0.0
-            weight_sum = gl.where(saw_none, 1.0, weight_sum)
-            lse = row_cells.index(0).load(ROW_EACH) + gl.log2(weight_sum)
-            row_cells.index(0).store(gl.where(saw_none, 0.0, 1.0 / weight_sum))
+            lse = max_score + gl.log2(gl.where(saw_none, 1.0, weight_sum))
+            inverse = gl.where(saw_none, 0.0, 1.0 / gl.where(saw_none, 1.0, weight_sum))
+            inverse = gl.expand_dims(inverse, 0)
+            acc = gl.where(inverse == 0, 0.0, acc * inverse)  # saw none: 0 times what may be NaN
             if is_piece:
-                lse_ptrs = piece_lses_ptr + piece.to(gl.int64) * slot_rows + row
+                piece_row = piece.to(gl.int64) * slot_rows + row
+                offs = gl.expand_dims(piece_row * LATENT_DIM, 0) + gl.expand_dims(offs_l, 1)
+                gl.store(pieces_ptr + offs, acc, mask=gl.expand_dims(mask_row, 0))
+                gl.store(piece_lses_ptr + piece_row, lse, mask=mask_row)
             else:
-                lse_ptrs = lse_ptr + start.to(gl.int64) * num_heads + row
-                lse *= LN_2
-            gl.store(lse_ptrs, lse, mask=row < num_rows)
-            inverse = gl.expand_dims(row_cells.index(0).load(OF_ROW), 0)
-            row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
-            piece_row = piece.to(gl.int64) * slot_rows + row
-            out_row = start.to(gl.int64) * num_heads + row
-            half, next_half = gl.split(acc.reshape([2, HALF, ROWS]).permute([1, 2, 0]))
-            half = gl.convert_layout(half, MMA, assert_trivial=True)
-            next_half = gl.convert_layout(next_half, MMA, assert_trivial=True)
-            # a loop, as the instructions of what comes once have to be fetched
-            for index in range(taken >> 30, 2):
-                column = gl.expand_dims(index * HALF + offs_l, 1)
-                out = gl.where(inverse == 0, 0.0, half * inverse)  # saw none: half may be NaN
-                if is_piece:
-                    offs = gl.expand_dims(piece_row * LATENT_DIM, 0) + column
-                    gl.store(pieces_ptr + offs, out, mask=gl.expand_dims(mask_row, 0))
-                else:
-                    offs = gl.expand_dims(out_row * LATENT_DIM, 0) + column
-                    out_half = out.to(out_ptr.dtype.element_ty)
-                    gl.store(out_ptr + offs, out_half, mask=gl.expand_dims(mask_row, 0))
-                half = next_half
+                out_row = start.to(gl.int64) * num_heads + row
+                offs = gl.expand_dims(out_row * LATENT_DIM, 0) + gl.expand_dims(offs_l, 1)
+                out = acc.to(out_ptr.dtype.element_ty)
+                gl.store(out_ptr + offs, out, mask=gl.expand_dims(mask_row, 0))
+                gl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
 
 
 @gluon.jit(
@@ -455,7 +416,6 @@ def _mla_decode_few_kernel(
     q_latent = gl.allocate_shared_memory(DTYPE, [ROWS, LATENT_DIM], q_latent_layout)
     q_rope = gl.allocate_shared_memory(DTYPE, [ROWS, 64], rope_layout)
     weights_tile = gl.allocate_shared_memory(DTYPE, [BLOCK_N, ROWS], weights_layout)
-    row_cells = gl.allocate_shared_memory(gl.float32, [2, ROWS], one)
     holes = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1], one)
     full = make_barriers(STAGES, 1 if BOX > 1 else 1 + 128)  # copies of 128 threads arrive
     empty = make_barriers(STAGES, 1)
@@ -465,8 +425,8 @@ def _mla_decode_few_kernel(
             (
                 _attend,
                 (
-                    q_ptr, q_latent, q_rope, latents, ropes, weights_tile, row_cells, holes, full,
-                    empty, out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, bounds_ptr, offsets_ptr,
+                    q_ptr, q_latent, q_rope, latents, ropes, weights_tile, holes, full, empty,
+                    out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, bounds_ptr, offsets_ptr,
                     cache_lengths_ptr, page_table_ptr, scale_log2, max_pages, num_heads, slot_rows,
                     stride_q_token, stride_q_head, GANG, PAGE_SIZE, BOX, ROPE_DIM, LN_2,
                 ),

@@ -66,7 +66,7 @@ from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat, FormatName
 
 _SPILLS: dict[str, Any] = {
-    "spill_budget": 64,
+    "spill_budget": 96,
     "spill_reason": "with four boxes a block, what a tile needs once is parked",
 }
 _GAIN: gl.constexpr = gl.constexpr(256.0)  # of weights in fp16
@@ -226,6 +226,18 @@ def _load_query(
 
 @gluon.jit
 def _store_query(rows, query, rope_factor, zero, ROPE_DIM: gl.constexpr, FIRST: gl.constexpr):
+    """What ``_load_query`` loaded, in e4m3."""
+    if rows[0].dtype.primitive_bitwidth == 8:
+        query[0].index(0).slice(FIRST, 8, dim=0).store(rows[0])
+        if ROPE_DIM > 0:
+            query[1].index(0).slice(FIRST, 8, dim=0).store(rows[1])
+    else:
+        _store_terms(rows, query, rope_factor, zero, ROPE_DIM, FIRST)
+    fence_async_shared()
+
+
+@gluon.jit
+def _store_terms(rows, query, rope_factor, zero, ROPE_DIM: gl.constexpr, FIRST: gl.constexpr):
     """What ``_load_query`` loaded: both terms of each row over its power of two, and that.
 
     The latent in a loop over its halves, whose length ``zero`` hides: when a kernel starts its
@@ -261,16 +273,6 @@ def _store_query(rows, query, rope_factor, zero, ROPE_DIM: gl.constexpr, FIRST: 
             tile = halves.index(index).slice(term * ROWS + FIRST, 8, dim=0)
             tile.store(_term(half, _E4M3_BITS, term).to(q_latent.dtype))
         half = next_half
-    fence_async_shared()
-
-
-@gluon.jit
-def _copy_query(rows, query, ROPE_DIM: gl.constexpr, FIRST: gl.constexpr):
-    """What ``_load_query`` loaded, in e4m3 as it is."""
-    query[0].index(0).slice(FIRST, 8, dim=0).store(rows[0])
-    if ROPE_DIM > 0:
-        query[1].index(0).slice(FIRST, 8, dim=0).store(rows[1])
-    fence_async_shared()
 
 
 @gluon.jit
@@ -297,58 +299,73 @@ def _start_group(latent, q_latent, group: gl.constexpr, none):
 
 @gluon.jit
 def _scores(
-    keys, query, stage, zero, rope_factor, MMA: gl.constexpr, ROPE_DIM: gl.constexpr,
-    NUM_GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Scores [64, ROWS] of a block, over the rows' powers of two, with token scales."""
-    latents, ropes, scales, _holes = keys
+    keys, query, pairs, stage, zero, rope_factor, MMA: gl.constexpr, ROPE_DIM: gl.constexpr
+):
+    """Scores [64, ROWS] of a block, over the rows' powers of two; and the first of its values.
+
+    The values are loaded meanwhile; with scales beside them they would not have registers.
+    """
     q_latent, q_rope = query[0].index(zero), query[1].index(zero)
     NUM_TERMS: gl.constexpr = q_latent.shape[0]
-    K_DIM: gl.constexpr = 256 // q_rope.dtype.primitive_bitwidth
-    OF_LATENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM_TERMS, 32])
-    OF_ROPE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM_TERMS, K_DIM])
-    OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
-    latent, rope = latents.index(stage), ropes.index(stage)
-    none = gl.zeros([BLOCK_N, NUM_TERMS], gl.float32, OF_LATENT)
-    if NUM_GROUPS < 4:
-        products = warpgroup_mma(
-            latent, q_latent.permute((1, 0)), none, use_acc=False, is_async=True
-        )
+    OF_PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM_TERMS, 32])
+    latent, rope = keys[0].index(stage), keys[1].index(stage)
+    none = gl.zeros([BLOCK_N, NUM_TERMS], gl.float32, OF_PRODUCT)
+    products = warpgroup_mma(latent, q_latent.permute((1, 0)), none, use_acc=False, is_async=True)
     if NUM_TERMS == MMA.instr_shape[1]:  # queries came in e4m3
         of_rope = none
         if ROPE_DIM > 0:
             of_rope = warpgroup_mma(
                 rope, q_rope.permute((1, 0)), none, use_acc=False, is_async=True
             )
-        products, of_rope = warpgroup_mma_wait(0, deps=(products, of_rope))
-        return gl.convert_layout(products + of_rope * rope_factor, MMA, assert_trivial=True)
-    elif NUM_GROUPS == 0:
+        values = _values(pairs, MMA)
+        products, of_rope, values = warpgroup_mma_wait(0, deps=(products, of_rope, values))
+        scores = gl.convert_layout(products + of_rope * rope_factor, MMA, assert_trivial=True)
+        return scores, values
+    else:
         if ROPE_DIM > 0:
             products = warpgroup_mma(rope, q_rope.permute((1, 0)), products, is_async=True)
-        return _join_terms(warpgroup_mma_wait(0, deps=(products,)), MMA)
+        values = _values(pairs, MMA)
+        products, values = warpgroup_mma_wait(0, deps=(products, values))
+        return _join_terms(products, MMA), values
+
+
+@gluon.jit
+def _scaled_scores(keys, query, stage, zero, MMA: gl.constexpr, NUM_GROUPS: gl.constexpr):
+    """Scores [64, ROWS] of a block of keys with scales, over the rows' powers of two."""
+    latents, ropes, scales, _holes = keys
+    q_latent, q_rope = query[0].index(zero), query[1].index(zero)
+    NUM_TERMS: gl.constexpr = q_latent.shape[0]
+    OF_LATENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM_TERMS, 32])
+    OF_ROPE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM_TERMS, 16])
+    OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
+    latent, rope = latents.index(stage), ropes.index(stage)
+    none = gl.zeros([BLOCK_N, NUM_TERMS], gl.float32, OF_LATENT)
+    if NUM_GROUPS == 1:
+        products = warpgroup_mma(
+            latent, q_latent.permute((1, 0)), none, use_acc=False, is_async=True
+        )
+    of_rope = warpgroup_mma(
+        rope, q_rope.permute((1, 0)), gl.zeros([BLOCK_N, NUM_TERMS], gl.float32, OF_ROPE),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    if NUM_GROUPS == 1:
+        products, of_rope = warpgroup_mma_wait(0, deps=(products, of_rope))
+        scores = _join_terms(products, MMA) * _scale_of(scales, stage, OF_KEY)
+        return scores + _join_terms(of_rope, MMA)
     else:
-        of_rope = warpgroup_mma(
-            rope, q_rope.permute((1, 0)), gl.zeros([BLOCK_N, NUM_TERMS], gl.float32, OF_ROPE),
-            use_acc=False, is_async=True,
-        )  # fmt: skip
-        if NUM_GROUPS == 1:
-            products, of_rope = warpgroup_mma_wait(0, deps=(products, of_rope))
-            scores = _join_terms(products, MMA) * _scale_of(scales, stage, OF_KEY)
-            return scores + _join_terms(of_rope, MMA)
-        else:
-            group0 = _start_group(latent, q_latent, 0, none)
-            group1 = _start_group(latent, q_latent, 1, none)
-            of_rope, group0 = warpgroup_mma_wait(1, deps=(of_rope, group0))
-            group2 = _start_group(latent, q_latent, 2, none)
-            scores = _join_terms(of_rope, MMA)
-            scores += _join_terms(group0, MMA) * _scale_of(scales, stage * 4, OF_KEY)
-            group1 = warpgroup_mma_wait(1, deps=(group1,))
-            group3 = _start_group(latent, q_latent, 3, none)
-            scores += _join_terms(group1, MMA) * _scale_of(scales, stage * 4 + 1, OF_KEY)
-            group2 = warpgroup_mma_wait(1, deps=(group2,))
-            scores += _join_terms(group2, MMA) * _scale_of(scales, stage * 4 + 2, OF_KEY)
-            group3 = warpgroup_mma_wait(0, deps=(group3,))
-            return scores + _join_terms(group3, MMA) * _scale_of(scales, stage * 4 + 3, OF_KEY)
+        group0 = _start_group(latent, q_latent, 0, none)
+        group1 = _start_group(latent, q_latent, 1, none)
+        of_rope, group0 = warpgroup_mma_wait(1, deps=(of_rope, group0))
+        group2 = _start_group(latent, q_latent, 2, none)
+        scores = _join_terms(of_rope, MMA)
+        scores += _join_terms(group0, MMA) * _scale_of(scales, stage * 4, OF_KEY)
+        group1 = warpgroup_mma_wait(1, deps=(group1,))
+        group3 = _start_group(latent, q_latent, 3, none)
+        scores += _join_terms(group1, MMA) * _scale_of(scales, stage * 4 + 1, OF_KEY)
+        group2 = warpgroup_mma_wait(1, deps=(group2,))
+        scores += _join_terms(group2, MMA) * _scale_of(scales, stage * 4 + 2, OF_KEY)
+        group3 = warpgroup_mma_wait(0, deps=(group3,))
+        return scores + _join_terms(group3, MMA) * _scale_of(scales, stage * 4 + 3, OF_KEY)
 
 
 @gluon.jit
@@ -414,12 +431,12 @@ def _start_values(acc, rescale, pairs, tile, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(acc, rescales, pairs, tiles, MMA: gl.constexpr):
-    """acc * rescale + V^T weights, 128 columns of the latent each.
+def _add_values(acc, rescales, first, pairs, tiles, MMA: gl.constexpr):
+    """acc * rescale + V^T weights, 128 columns of the latent each; ``first``: values of those.
 
     The registers of an operand are free when its wgmma has been waited for: two are on their way.
     """
-    acc0 = _start_values(acc[0], rescales[0], pairs.index(0), tiles[0], MMA)
+    acc0 = warpgroup_mma(first, tiles[0], acc[0] * rescales[0], is_async=True)
     acc1 = _start_values(acc[1], rescales[1], pairs.index(1), tiles[1], MMA)
     if len(acc) == 2:
         acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
@@ -547,10 +564,7 @@ def _attend(
                 table_ptr, row, mask_row, num_heads, cached, seq_len, max_pages, PAGE_SIZE
             )
             if W * 8 < ROWS:
-                if IS_E4M3:
-                    _copy_query(query_rows, query, ROPE_DIM, W * 8)
-                else:
-                    _store_query(query_rows, query, rope_factor, taken >> 30, ROPE_DIM, W * 8)
+                _store_query(query_rows, query, rope_factor, taken >> 30, ROPE_DIM, W * 8)
             mbarrier.arrive(meeting, count=1)
             mbarrier.wait(meeting, 0)
             row_scale = gl.full([ROWS], 1.0, gl.float32, OF_ROW) if IS_E4M3 else query[2].load(OF_ROW)
@@ -569,11 +583,17 @@ def _attend(
                 mbarrier.wait(full.index(stage), ((taken + index) // STAGES) & 1)
                 # a constant address would be kept in registers, and moved for each wgmma
                 zero = (taken + index) >> 30
-                scores = _scores(
-                    keys, query, stage, zero, rope_factor, MMA, ROPE_DIM, NUM_GROUPS
-                )
-                scores = scores * gl.expand_dims(row_scale, 0)
                 pairs = view_tile(latents.index(stage), gl.int16, [2 * HALF, BLOCK_N, 64], PAIRS)
+                if first_key + BLOCK_N > seq_len:
+                    for chunk in gl.static_range(2 * HALF):
+                        clear_rows(pairs.index(chunk), seq_len - first_key)
+                if NUM_GROUPS == 0:
+                    scores, values = _scores(
+                        keys, query, pairs.index(0), stage, zero, rope_factor, MMA, ROPE_DIM
+                    )
+                else:
+                    scores = _scaled_scores(keys, query, stage, zero, MMA, NUM_GROUPS)
+                scores = scores * gl.expand_dims(row_scale, 0)
                 hole_bits = scalar(holes.index(stage))
                 if (first_key + BLOCK_N > min_visible) | (hole_bits != 0):
                     offs_n = gl.arange(0, BLOCK_N, layout=OF_KEY)
@@ -581,9 +601,6 @@ def _attend(
                     key = gl.where(is_key, first_key + offs_n, 2147483647)
                     is_visible = gl.expand_dims(key, 1) < gl.expand_dims(num_visible, 0)
                     scores = gl.where(is_visible, scores, -float("inf"))
-                if first_key + BLOCK_N > seq_len:
-                    for chunk in gl.static_range(2 * HALF):
-                        clear_rows(pairs.index(chunk), seq_len - first_key)
                 if NUM_GROUPS > 0:
                     largest = _largest_scale(scales, stage, OF_KEY, NUM_GROUPS)
                     log_scale = gl.log2(gl.maximum(largest, _MIN_SCALE))
@@ -622,7 +639,9 @@ def _attend(
                     tiles = (tile_of_all, tile_of_all, tile_of_all, tile_of_all)
                     rescales = (rescale, rescale, rescale, rescale)
                 fence_async_shared()
-                acc = _add_values(acc, rescales, pairs, tiles, MMA)
+                if NUM_GROUPS > 0:
+                    values = _values(pairs.index(0), MMA)
+                acc = _add_values(acc, rescales, values, pairs, tiles, MMA)
                 mbarrier.arrive(empty.index(stage), count=1)
             taken += stop - begin
 

@@ -296,7 +296,7 @@ def _attend_left(
             num_left = num_rows - tile * ROWS
             if is_piece:
                 first_row = piece.to(gl.int64) * slot_rows + tile * ROWS
-                store_half(acc, pieces_ptr, first_row, num_left, 0, 2 * HALF)
+                store_half(acc, pieces_ptr, first_row, None, 0, 2 * HALF)
                 gl.store(piece_lses_ptr + piece.to(gl.int64) * slot_rows + row, lse, mask=mask_row)
             else:
                 first_row = start.to(gl.int64) * num_heads + tile * ROWS
@@ -364,7 +364,7 @@ def _attend_right(
             num_left = num_rows - tile * ROWS
             if is_piece:
                 first_row = piece.to(gl.int64) * slot_rows + tile * ROWS
-                store_half(acc, pieces_ptr, first_row, num_left, HALF, 2 * HALF)
+                store_half(acc, pieces_ptr, first_row, None, HALF, 2 * HALF)
             else:
                 first_row = start.to(gl.int64) * num_heads + tile * ROWS
                 WIDE: gl.constexpr = WIDE_256 if HALF == 256 else WIDE_128

@@ -427,7 +427,7 @@ def _sum_values(
             out = join_columns((acc0, acc1, acc2, acc3), factor, HALF)
             if is_piece:
                 piece_row = piece.to(gl.int64) * slot_rows + tile * ROWS
-                store_half(out, pieces_ptr, piece_row, num_left, SIDE * HALF, 2 * HALF)
+                store_half(out, pieces_ptr, piece_row, None, SIDE * HALF, 2 * HALF)
             else:
                 store_half(out, out_ptr, first_row, num_left, SIDE * HALF, 2 * HALF)
 

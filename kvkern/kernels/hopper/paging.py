@@ -399,9 +399,11 @@ def clear_padding(out_ptr, lse_ptr, first_row, num_rows, LATENT_DIM: gl.constexp
 
 @gluon.jit
 def store_half(acc, out_ptr, first_row, num_rows, columns, STRIDE: gl.constexpr):
-    """Rows of half of the latent as they lie in registers."""
+    """Rows of half of the latent as they lie in registers; ``num_rows`` None: a piece has all."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     offs_l = columns + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    offs = gl.expand_dims(row * STRIDE, 1) + gl.expand_dims(offs_l, 0)
-    values = acc.to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + first_row * STRIDE + offs, values, mask=gl.expand_dims(row < num_rows, 1))
+    # of 64 bits: what a thread's addresses differ by is then part of its instructions
+    offs_row = (first_row + row.to(gl.int64)) * STRIDE
+    ptrs = out_ptr + (gl.expand_dims(offs_row, 1) + gl.expand_dims(offs_l, 0))
+    mask = None if num_rows is None else gl.expand_dims(row < num_rows, 1)
+    gl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
