@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.config import KernelConfig, config_of_call, spills
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.merge_states import merge_states
 from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
@@ -388,8 +388,8 @@ def _spills(fmt: CacheFormat) -> dict[str, Any]:
     """
     if fmt.is_quantised:
         why = "64 rows are 2 (fp8) and 4 times (fp8_ds_mla) as fast as what does not spill"
-        return {"spill_budget": 520, "spill_reason": why}
-    return {"spill_budget": 144, "spill_reason": "64 rows are 1.5 times as fast as 32"}
+        return spills(why, 520)
+    return spills("64 rows are 1.5 times as fast as 32", 144, newer=200)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:

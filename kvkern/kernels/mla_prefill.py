@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import LayerPages
-from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call, spills
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.gather_kv import gather_kv
 from kvkern.kernels.numerics import LN_2, compute_dtype, round_to
@@ -351,9 +351,9 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         tiles = choose_tiles(max_query_len, widest_dim, dtype.itemsize, gpu)
         budget = SMALL_SPILLS
         if dtype == fp32:
-            budget = {"spill_budget": 1024, "spill_reason": "fp32 checks models, serves none"}
+            budget = spills("fp32 checks models, serves none", 1024)
         elif capability == 90:
-            budget = {"spill_budget": 640, "spill_reason": "see choose_tiles: faster all the same"}
+            budget = spills("see choose_tiles: faster all the same", 640)
         for kind, chunk, resumed, out in [
             ("alone", None, None, v),
             ("context", (0, 64), state, state),

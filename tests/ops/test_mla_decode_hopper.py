@@ -179,9 +179,7 @@ def test_queries_in_e4m3_lose_nothing_more(num_heads, latent, rope, scales):
         result = decode(stored, case.view, q_scale=q_scale)
         real = stored.double() * q_scale.double()
         exact = mla_decode(real, case.view, softmax_scale=SCALE, backend="reference")
-        rounded = mla_decode(
-            real.to(BF16), case.view, softmax_scale=SCALE, backend="reference"
-        ).out
+        rounded = mla_decode(real.to(BF16), case.view, softmax_scale=SCALE, backend="reference").out
         if num_heads * 3 > 32:
             rounded = decode_by_e4m3_weights(real, case.view, softmax_scale=SCALE)
         assert_within_budget(result.out, exact.out, rounded)
@@ -234,13 +232,19 @@ def test_lengths_from_one_key_to_many(num_heads, lengths):
 @on_hopper
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize("mean", [0.0, 1.0])
-def test_values_with_a_mean_are_not_biased(num_heads, mean):
-    case, q = make(FULL, num_heads, ([8191], [1]), mean=mean)
+@pytest.mark.parametrize("num_tokens", [8191, 131071])
+@pytest.mark.parametrize("name", ["bf16", *EIGHT_BITS])
+def test_values_with_a_mean_are_not_biased(name, num_tokens, num_heads, mean):
+    """Sums that lose their low bits come out too small, the more so the more keys there are."""
+    case, q = make(CacheFormat(name), num_heads, ([num_tokens], [1]), mean=mean)
     result = decode(q, case.view)
-    assert_right(result, q, case.view)
+    if name == "bf16":
+        assert_right(result, q, case.view)
     exact = mla_decode(q.double(), case.view, softmax_scale=SCALE, backend="reference")
-    bias = (result.out.double() - exact.out).mean() / exact.out.abs().mean()
-    assert abs(bias) < 2e-3
+    error = result.out.double() - exact.out
+    limit = 2e-2 if name == "fp8" and num_heads == 128 else 4e-3  # of weights in e4m3, and not
+    assert error.norm() < limit * exact.out.norm()
+    assert abs(error.mean()) < 2e-3 * exact.out.abs().mean()
 
 
 @on_hopper

@@ -52,9 +52,7 @@ def _load_group(q_ptr, first_row, group, num_left, LATENT_DIM: gl.constexpr,
     row = group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, QUERY))
     latent = _load_columns(q_ptr, first_row, row, row < num_left, 0, LATENT_DIM, ROW_DIM, QUERY)
     row = gl.convert_layout(row, gl.SliceLayout(1, QUERY_ROPE), assert_trivial=True)
-    rope = _load_columns(
-        q_ptr, first_row, row, row < num_left, LATENT_DIM, 64, ROW_DIM, QUERY_ROPE
-    )
+    rope = _load_columns(q_ptr, first_row, row, row < num_left, LATENT_DIM, 64, ROW_DIM, QUERY_ROPE)
     return latent, rope
 
 

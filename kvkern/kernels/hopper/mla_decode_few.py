@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import KernelConfig
+from kvkern.kernels.config import KernelConfig, spills
 from kvkern.kernels.hopper.compat import tile_descriptor
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.paging import (
@@ -61,10 +61,9 @@ from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
-_SPILLS: dict[str, Any] = {
-    "spill_budget": 160,
-    "spill_reason": "what a tile of 32 rows needs once is parked while its keys are gone over",
-}
+_SPILLS = spills(
+    "what a tile of 32 rows needs once is parked while its keys are gone over", 160, newer=440
+)
 
 
 @gluon.jit

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import KernelConfig
+from kvkern.kernels.config import KernelConfig, spills
 from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor, view_tile
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.e4m3 import QUERY, QUERY_ROPE
@@ -65,10 +65,7 @@ from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat, FormatName
 
-_SPILLS: dict[str, Any] = {
-    "spill_budget": 96,
-    "spill_reason": "with four boxes a block, what a tile needs once is parked",
-}
+_SPILLS = spills("with four boxes a block, what a tile needs once is parked", 96)
 _GAIN: gl.constexpr = gl.constexpr(256.0)  # of weights in fp16
 _MIN_SCALE: gl.constexpr = gl.constexpr(2.0**-100)  # smaller ones, which nobody writes, count as it
 _ROPE_RANGE: gl.constexpr = gl.constexpr(2.0**-40)
@@ -209,7 +206,7 @@ def _load_query(
     q_ptr, first_row, num_left, start, num_heads, stride_q_token, stride_q_head,
     LATENT_DIM: gl.constexpr, ROPE_DIM: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Eight rows of a tile from ``FIRST`` on, latent and rope columns; zeros where there are none."""
+    """Eight rows of a tile from ``FIRST`` on, latent and rope columns; zeros if not there."""
     OF_NARROW: gl.constexpr = gl.SliceLayout(1, QUERY_ROPE)
     row = FIRST + gl.arange(0, 8, layout=gl.SliceLayout(1, QUERY))
     offs_row = query_offsets(first_row + row, start, num_heads, stride_q_token, stride_q_head)
@@ -567,7 +564,9 @@ def _attend(
                 _store_query(query_rows, query, rope_factor, taken >> 30, ROPE_DIM, W * 8)
             mbarrier.arrive(meeting, count=1)
             mbarrier.wait(meeting, 0)
-            row_scale = gl.full([ROWS], 1.0, gl.float32, OF_ROW) if IS_E4M3 else query[2].load(OF_ROW)
+            row_scale = gl.full([ROWS], 1.0, gl.float32, OF_ROW)
+            if not IS_E4M3:
+                row_scale = query[2].load(OF_ROW)
             row_scale = row_scale * scale_log2
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import SMALL_SPILLS, KernelConfig
+from kvkern.kernels.config import KernelConfig, spills
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.paging import (
@@ -702,10 +702,9 @@ KERNEL = Kernel(
     {"num_warps": 4, "enable_fp_fusion": True},
 )
 
-_MORE_SPILLS: dict[str, Any] = {
-    "spill_budget": 192,
-    "spill_reason": "three roles share an SM's registers; what is parked is parked around loops",
-}
+_PARKED = "three roles share an SM's registers; what is parked is parked around loops"
+_SPILLS = spills(_PARKED, 64, newer=224)
+_MORE_SPILLS = spills(_PARKED, 192, newer=976)  # where pages are not whole boxes
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -720,5 +719,5 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         pages = PagedKVCache(fmt, num_layers=1, num_pages=1, page_size=page_size).layer(0)
         q = torch.empty(1, 64 * gang, fmt.row_dim, dtype=torch.bfloat16)
         label = f"L{latent_dim}-R{rope_dim}-gang{gang}-page{page_size}"
-        budget = SMALL_SPILLS if box_keys(page_size) == 64 else _MORE_SPILLS
+        budget = _SPILLS if box_keys(page_size) == 64 else _MORE_SPILLS
         yield shipped_config(KERNEL, label, q, pages, Work(132 // gang, gang, 64, 64), **budget)

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.cache.storage import LayerPages, PagedKVCache
-from kvkern.kernels.config import KernelConfig
+from kvkern.kernels.config import KernelConfig, spills
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor, view_tile
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.e4m3 import (
@@ -72,10 +72,9 @@ from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
-_SPILLS: dict[str, Any] = {
-    "spill_budget": 1100,
-    "spill_reason": "13 warps share an SM's registers; what is parked is needed once a tile",
-}
+_SPILLS = spills(
+    "13 warps share an SM's registers; what is parked is needed once a tile", 1100, newer=1744
+)
 # weights are at most 2^8, so that the small ones are normal numbers of e4m3
 _WEIGHT_LOG2: gl.constexpr = gl.constexpr(8.0)
 
