@@ -518,7 +518,6 @@ def _attend(
     """
     latents, _ropes, scales, holes = keys
     full, empty, meeting = barriers
-    out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, slot_rows = results
     bounds_ptr, offsets_ptr, cache_lengths_ptr, page_table_ptr, max_pages, num_heads = work
     STAGES: gl.constexpr = latents.type.shape[0]
     LATENT_DIM: gl.constexpr = latents.type.shape[2]
@@ -646,49 +645,62 @@ def _attend(
 
             if NUM_GROUPS == 4:
                 acc = _without_units(acc, units)
-            weight_sum = gl.sum(weight_sums, 0)
-            row_cells.index(2 * W).store(max_score)
-            row_cells.index(2 * W + 1).store(weight_sum)
-            exchange.index(W).store(acc[(1 - W) * HALF])
+            _finish(
+                acc, max_score, weight_sums, exchange, row_cells, meeting, results, is_piece, piece,
+                start, num_heads, tile, num_rows, mask_row, latent_scale, taken, W, LN_2,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    acc, max_score, weight_sums, exchange, row_cells, meeting, results, is_piece, piece, start,
+    num_heads, tile, num_rows, mask_row, latent_scale, taken, W: gl.constexpr, LN_2: gl.constexpr,
+):  # fmt: skip
+    """A tile's lse, and half of its columns, from what both warpgroups have of it."""
+    out_ptr, lse_ptr, pieces_ptr, piece_lses_ptr, slot_rows = results
+    HALF: gl.constexpr = len(acc) // 2
+    LATENT_DIM: gl.constexpr = len(acc) * 128
+    ROWS: gl.constexpr = row_cells.shape[1]
+    MMA: gl.constexpr = weight_sums.type.layout
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, MMA)
+    weight_sum = gl.sum(weight_sums, 0)
+    row_cells.index(2 * W).store(max_score)
+    row_cells.index(2 * W + 1).store(weight_sum)
+    exchange.index(W).store(acc[(1 - W) * HALF])
+    mbarrier.arrive(meeting, count=1)
+    mbarrier.wait(meeting, 1)
+    lse = _join_sums(row_cells, latent_scale / _GAIN, W)
+    row = tile * ROWS + gl.arange(0, ROWS, layout=ROW_EACH)
+    if W == 0:
+        if is_piece:
+            lse_ptrs = piece_lses_ptr + piece.to(gl.int64) * slot_rows + row
+        else:
+            lse_ptrs = lse_ptr + start.to(gl.int64) * num_heads + row
+            lse *= LN_2
+        gl.store(lse_ptrs, lse, mask=row < num_rows)
+    row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
+    piece_row = piece.to(gl.int64) * slot_rows + row
+    out_row = start.to(gl.int64) * num_heads + row
+    own_factor = gl.expand_dims(row_cells.index(4 + 3 * W).load(OF_ROW), 0)
+    other_factor = gl.expand_dims(row_cells.index(5 + 3 * W).load(OF_ROW), 0)
+    inverse = gl.expand_dims(row_cells.index(6 + 3 * W).load(OF_ROW), 0)
+    mine, next_mine = acc[W * HALF], acc[W * HALF + HALF - 1]
+    # a loop, as the instructions of what comes once have to be fetched
+    for chunk in range(taken >> 30, HALF):
+        other = exchange.index(1 - W).load(MMA)
+        merged = mine * own_factor + other * other_factor
+        merged = gl.where(inverse == 0, 0.0, merged * inverse)  # saw none: 0 times what may be NaN
+        if is_piece:
+            _store_columns(merged, pieces_ptr, piece_row * LATENT_DIM, mask_row, W * HALF + chunk)
+        else:
+            _store_columns(merged, out_ptr, out_row * LATENT_DIM, mask_row, W * HALF + chunk)
+        if chunk + 1 < HALF:
+            mbarrier.arrive(meeting, count=1)
+            mbarrier.wait(meeting, 0)
+            exchange.index(W).store(acc[(1 - W) * HALF + HALF - 1])
             mbarrier.arrive(meeting, count=1)
             mbarrier.wait(meeting, 1)
-            lse = _join_sums(row_cells, latent_scale / _GAIN, W)
-            row = tile * ROWS + gl.arange(0, ROWS, layout=ROW_EACH)
-            if W == 0:
-                if is_piece:
-                    lse_ptrs = piece_lses_ptr + piece.to(gl.int64) * slot_rows + row
-                else:
-                    lse_ptrs = lse_ptr + start.to(gl.int64) * num_heads + row
-                    lse *= LN_2
-                gl.store(lse_ptrs, lse, mask=row < num_rows)
-            row = tile * ROWS + gl.arange(0, ROWS, layout=OF_ROW)
-            piece_row = piece.to(gl.int64) * slot_rows + row
-            out_row = start.to(gl.int64) * num_heads + row
-            own_factor = gl.expand_dims(row_cells.index(4 + 3 * W).load(OF_ROW), 0)
-            other_factor = gl.expand_dims(row_cells.index(5 + 3 * W).load(OF_ROW), 0)
-            inverse = gl.expand_dims(row_cells.index(6 + 3 * W).load(OF_ROW), 0)
-            mine, next_mine = acc[W * HALF], acc[W * HALF + HALF - 1]
-            # a loop, as the instructions of what comes once have to be fetched
-            for chunk in range(taken >> 30, HALF):
-                other = exchange.index(1 - W).load(MMA)
-                merged = mine * own_factor + other * other_factor
-                # saw none: 0 times what may be NaN
-                merged = gl.where(inverse == 0, 0.0, merged * inverse)
-                if is_piece:
-                    _store_columns(
-                        merged, pieces_ptr, piece_row * LATENT_DIM, mask_row, W * HALF + chunk
-                    )
-                else:
-                    _store_columns(
-                        merged, out_ptr, out_row * LATENT_DIM, mask_row, W * HALF + chunk
-                    )
-                if chunk + 1 < HALF:
-                    mbarrier.arrive(meeting, count=1)
-                    mbarrier.wait(meeting, 0)
-                    exchange.index(W).store(acc[(1 - W) * HALF + HALF - 1])
-                    mbarrier.arrive(meeting, count=1)
-                    mbarrier.wait(meeting, 1)
-                mine = next_mine
+        mine = next_mine
 
 
 @gluon.jit(
