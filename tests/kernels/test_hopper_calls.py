@@ -15,7 +15,7 @@ from tests.kernels.standing import stand_on
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 KINDS = [
     ("bf16", 16, BF16), ("bf16", 128, BF16), ("fp8", 16, BF16), ("fp8", 128, BF16),
-    ("fp8", 128, E4M3), ("fp8_token", 16, BF16), ("fp8_ds_mla", 128, BF16),
+    ("fp8", 16, E4M3), ("fp8", 128, E4M3), ("fp8_token", 16, BF16), ("fp8_ds_mla", 128, BF16),
 ]  # fmt: skip
 
 

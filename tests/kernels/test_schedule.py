@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from kvkern import PagedBatch
-from kvkern.kernels.schedule import Work, fill_schedule, make_schedule, merge_cuts
+from kvkern.kernels.schedule import (
+    Work,
+    _choose_blocks,
+    fill_schedule,
+    make_schedule,
+    merge_cuts,
+)
 
 OVERHEAD = 3
 BLOCK_N = 64
@@ -292,9 +298,12 @@ def test_pieces_merge_to_the_attention_over_all_keys(query_lens, cached, parts, 
     assert_decodes(schedule, batch)
 
 
-def test_more_pieces_than_are_read_together_merge(device):
-    schedule, batch = scheduled([1], [64 * 312], parts=39, tile_rows=4, device=device)
-    assert sum(1 for _ in walk(schedule, batch)) > 32
+@pytest.mark.parametrize("parts", [34, 66])
+def test_more_pieces_than_are_read_together_merge(parts, device):
+    cached = 64 * 8 * parts - 1
+    schedule, batch = scheduled([1], [cached], parts=parts, tile_rows=4, device=device)
+    read_together, _, _ = _choose_blocks(parts, 1, LATENT)
+    assert sum(1 for _ in walk(schedule, batch)) == parts > read_together
     assert_decodes(schedule, batch)
 
 

@@ -15,7 +15,7 @@ from kvkern.ops._known import KnownCalls
 from kvkern.testing.budget import assert_within_budget, decode_by_e4m3_weights
 from kvkern.testing.inputs import POISON, make_paged_case
 
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SCALE = 0.07
 H100 = Gpu(capability=90, num_sms=132)
 FULL = CacheFormat("bf16")
@@ -70,7 +70,7 @@ CALL = DecodeCall(BF16, FULL, 64, None, False, 128)
             "takes pages of 16, 32 or a multiple of 64 tokens of 8 bits, got 8",
         ),
         (
-            {"format": CacheFormat("fp8_token"), "q_dtype": torch.float8_e4m3fn},
+            {"format": CacheFormat("fp8_token"), "q_dtype": E4M3},
             "takes e4m3 queries with an fp8 cache, got fp8_token",
         ),
         ({"q_dtype": torch.float16}, "takes q in the cache's dtype torch.bfloat16, got torch.flo"),
@@ -85,7 +85,7 @@ CALL = DecodeCall(BF16, FULL, 64, None, False, 128)
 )
 def test_call_that_it_does_not_take_is_refused_with_the_reason(change, reason):
     assert table._hopper_refuses_call(CALL) is None
-    e4m3 = CALL._replace(format=CacheFormat("fp8"), q_dtype=torch.float8_e4m3fn)
+    e4m3 = CALL._replace(format=CacheFormat("fp8"), q_dtype=E4M3)
     assert table._hopper_refuses_call(e4m3) is None
     assert table._hopper_refuses_call(e4m3._replace(max_rows=16)) is None
     refused = table._hopper_refuses_call(CALL._replace(**change))
@@ -173,15 +173,17 @@ def test_queries_in_e4m3_lose_nothing_more(num_heads, latent, rope, scales):
     fmt = CacheFormat("fp8", latent, rope)
     case, q = make(fmt, num_heads, ([1000, 64, 3, 2500, 0], [1, 2, 0, 1, 3]), num_padding=1)
     case.view.pages.layer_scales.copy_(torch.tensor(scales))
-    stored = (50 * q).to(torch.float8_e4m3fn)
+    stored = (50 * q).to(E4M3)
     for value in (0.02, 0.05):  # the second is launched as the first was
         q_scale = torch.tensor([value * 0.01 / max(scales)], device="cuda")
         result = decode(stored, case.view, q_scale=q_scale)
         real = stored.double() * q_scale.double()
         exact = mla_decode(real, case.view, softmax_scale=SCALE, backend="reference")
-        rounded = mla_decode(real.to(BF16), case.view, softmax_scale=SCALE, backend="reference").out
         if num_heads * 3 > 32:
             rounded = decode_by_e4m3_weights(real, case.view, softmax_scale=SCALE)
+        else:
+            q = real.to(BF16)
+            rounded, _ = mla_decode(q, case.view, softmax_scale=SCALE, backend="reference")
         assert_within_budget(result.out, exact.out, rounded)
         assert (result.lse[:-1] - exact.lse[:-1]).abs().max() < 1e-2
         assert (result.out[-1] == 0).all() and (result.lse[-1] == -torch.inf).all()
@@ -324,13 +326,16 @@ def test_200_runs_give_the_same_bits(num_heads):
 
 @on_hopper
 @pytest.mark.parametrize("num_heads", [16, 128])
-def test_strided_queries_and_given_out(num_heads):
-    case, q = make(FULL, num_heads, ([1000, 64], [1, 1]))
-    expected = decode(q, case.view)
-    wide = torch.full((2, num_heads + 2, 640), torch.nan, dtype=BF16, device="cuda")
+@pytest.mark.parametrize(("name", "q_dtype"), [("bf16", BF16), ("fp8", BF16), ("fp8", E4M3)])
+def test_strided_queries_and_given_out(name, q_dtype, num_heads):
+    case, q = make(CacheFormat(name), num_heads, ([1000, 64], [1, 1]))
+    q = q.to(q_dtype)
+    scale = {"q_scale": torch.ones(1, device="cuda")} if q_dtype == E4M3 else {}
+    expected = decode(q, case.view, **scale)
+    wide = torch.full((2, num_heads + 2, 640), torch.nan, device="cuda").to(q_dtype)
     wide[:, 1:-1, 8:584] = q
     buffer = torch.full((4, num_heads, 512), 7.0, dtype=BF16, device="cuda")
-    result = decode(wide[:, 1:-1, 8:584], case.view, out=buffer[1:-1])
+    result = decode(wide[:, 1:-1, 8:584], case.view, out=buffer[1:-1], **scale)
     assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
     assert (buffer[0] == 7).all() and (buffer[-1] == 7).all()
 

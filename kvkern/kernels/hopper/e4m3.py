@@ -114,7 +114,7 @@ def quantise_query(
         word = (word + 0x7FFFFF) & 0x7F800000
         inverse = (0x7F000000 - word).to(gl.float32, bitcast=True)
         q_scales.index(group).store(word.to(gl.float32, bitcast=True))
-        left, right = _halves(latent * gl.expand_dims(inverse, 1))
+        left, right = halves(latent * gl.expand_dims(inverse, 1))
         _store_half(left, q_left, group)
         _store_half(right, q_right, group)
         if ROPE_DIM > 0:
@@ -125,15 +125,16 @@ def quantise_query(
 
 
 @gluon.jit
-def _halves(rows):
+def halves(rows):
+    """Of the columns."""
     HALF: gl.constexpr = rows.shape[1] // 2
-    return gl.split(rows.reshape([8, 2, HALF]).permute([0, 2, 1]))
+    return gl.split(rows.reshape([rows.shape[0], 2, HALF]).permute([0, 2, 1]))
 
 
 @gluon.jit
 def _store_half(values, tile, group):
     if values.shape[1] == 256:
-        first, second = _halves(values)
+        first, second = halves(values)
         _store_terms(first, tile, group)
         _store_terms(second, tile, ROWS // 8 + group)
     else:
@@ -142,7 +143,7 @@ def _store_half(values, tile, group):
 
 @gluon.jit
 def pack_weights(weights, OPERAND: gl.constexpr):
-    """e4m3 weights in the order of keys that ``load_values`` gives V^T.
+    """e4m3 weights in the order of keys that ``split_pairs`` gives V^T.
 
     A thread then holds four neighbouring bytes, where it had computed two and two: of 16 keys,
     place 4t + 2h + e has key 8h + 2t + e.

@@ -38,10 +38,9 @@ from kvkern.cache.storage import LayerPages, PagedKVCache
 from kvkern.kernels.config import KernelConfig, spills
 from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor, view_tile
 from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
-from kvkern.kernels.hopper.e4m3 import QUERY, QUERY_ROPE
+from kvkern.kernels.hopper.e4m3 import QUERY, QUERY_ROPE, halves
 from kvkern.kernels.hopper.paging import (
     BLOCK_N,
-    ROW_EACH,
     are_keys,
     box_keys,
     clear_padding,
@@ -71,6 +70,8 @@ _MIN_SCALE: gl.constexpr = gl.constexpr(2.0**-100)  # smaller ones, which nobody
 _ROPE_RANGE: gl.constexpr = gl.constexpr(2.0**-40)
 _E4M3_BITS: gl.constexpr = gl.constexpr(-(2**20))  # of an fp32: sign, exponent, 3 of the fraction
 _BF16_BITS: gl.constexpr = gl.constexpr(-(2**16))
+# a row each, and not what the threads of its columns share
+_ROW_EACH: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # [columns, query rows] of the output: a thread holds two neighbouring columns, which go together
 _COLUMNS_8: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -260,14 +261,14 @@ def _store_terms(rows, query, rope_factor, zero, ROPE_DIM: gl.constexpr, FIRST: 
         for term in gl.static_range(2):
             of_term = q_rope.slice(term * ROWS + FIRST, 8, dim=0)
             of_term.store(_term(rope, BITS, term).to(q_rope.dtype))
-    halves = view_tile(
+    tiles = view_tile(
         q_latent, q_latent.dtype, [2, 2 * ROWS, HALF], gl.NVMMASharedLayout(128, 8, 2)
     )
-    half, next_half = gl.split(latent.reshape([8, 2, HALF]).permute([0, 2, 1]))
+    half, next_half = halves(latent)
     for index in range(zero, 2):
         half = half * gl.convert_layout(inverse, half.type.layout, assert_trivial=True)
         for term in gl.static_range(2):
-            tile = halves.index(index).slice(term * ROWS + FIRST, 8, dim=0)
+            tile = tiles.index(index).slice(term * ROWS + FIRST, 8, dim=0)
             tile.store(_term(half, _E4M3_BITS, term).to(q_latent.dtype))
         half = next_half
 
@@ -468,14 +469,14 @@ def _join_sums(row_cells, unit, W: gl.constexpr):
 
     Leaves in cells what the output of this one, and of the other, and both together are times.
     """
-    own_max = row_cells.index(2 * W).load(ROW_EACH)
-    other_max = row_cells.index(2 - 2 * W).load(ROW_EACH)
+    own_max = row_cells.index(2 * W).load(_ROW_EACH)
+    other_max = row_cells.index(2 - 2 * W).load(_ROW_EACH)
     new_max = gl.maximum(own_max, other_max)
     shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     own_factor = gl.exp2(own_max - shift)
     other_factor = gl.exp2(other_max - shift)
-    weight_sum = row_cells.index(2 * W + 1).load(ROW_EACH) * own_factor
-    weight_sum += row_cells.index(3 - 2 * W).load(ROW_EACH) * other_factor
+    weight_sum = row_cells.index(2 * W + 1).load(_ROW_EACH) * own_factor
+    weight_sum += row_cells.index(3 - 2 * W).load(_ROW_EACH) * other_factor
     saw_none = weight_sum == 0.0
     weight_sum = gl.where(saw_none, 1.0, weight_sum)
     row_cells.index(4 + 3 * W).store(own_factor)
@@ -570,8 +571,8 @@ def _attend(
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
             weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
-            halves = (no_values, no_values)
-            acc = halves + halves if HALF == 2 else halves
+            pair = (no_values, no_values)
+            acc = pair + pair if HALF == 2 else pair
             if NUM_GROUPS == 4:
                 least = gl.to_tensor(_MIN_SCALE)
                 units = (least, least, least, least)
@@ -670,7 +671,7 @@ def _finish(
     mbarrier.arrive(meeting, count=1)
     mbarrier.wait(meeting, 1)
     lse = _join_sums(row_cells, latent_scale / _GAIN, W)
-    row = tile * ROWS + gl.arange(0, ROWS, layout=ROW_EACH)
+    row = tile * ROWS + gl.arange(0, ROWS, layout=_ROW_EACH)
     if W == 0:
         if is_piece:
             lse_ptrs = piece_lses_ptr + piece.to(gl.int64) * slot_rows + row

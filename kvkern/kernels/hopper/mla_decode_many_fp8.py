@@ -33,6 +33,7 @@ from kvkern.kernels.hopper.decode_call import Kernel, shipped_config
 from kvkern.kernels.hopper.e4m3 import (
     SHARE_ROWS,
     end_sum,
+    halves,
     join_columns,
     load_pairs,
     no_pairs,
@@ -173,8 +174,8 @@ def _weigh(
     factor.store(rescale)
     if HAS_NEXT:
         started = _start_scores(q, keys, full_keys, following, started, 1, 6, ROPE_DIM)
-    scores0, scores1 = _halves(scores)
-    scores0, scores1, scores2, scores3 = _halves(scores0) + _halves(scores1)
+    scores0, scores1 = halves(scores)
+    scores0, scores1, scores2, scores3 = halves(scores0) + halves(scores1)
     weights0 = _exponentials(scores0, row_scale, new_max)
     if HAS_NEXT:
         started = _start_scores(q, keys, full_keys, following, started, 2, 6, ROPE_DIM)
@@ -195,13 +196,6 @@ def _weigh(
     added = gl.sum((weights0 + weights1) + (weights2 + weights3), 1)
     added = gl.convert_layout(added, weight_sum.type.layout, assert_trivial=True)
     return started, new_max, weight_sum * rescale + added
-
-
-@gluon.jit
-def _halves(scores):
-    """Of the columns."""
-    HALF: gl.constexpr = scores.shape[1] // 2
-    return gl.split(scores.reshape([ROWS, 2, HALF]).permute([0, 2, 1]))
 
 
 @gluon.jit

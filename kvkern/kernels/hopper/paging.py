@@ -9,8 +9,6 @@ from kvkern.kernels.hopper.compat import copy_values, load_tile, view_tile
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # keys a block
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows of a program, where there are many
 NO_MAXIMUM: gl.constexpr = gl.constexpr(-1e30)  # of no scores; finite, as -inf - -inf is NaN
-# of four warps that finish a tile of few rows: a row each, and not what its columns' threads share
-ROW_EACH: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # a thread holds 8 neighbouring columns of a row, which it can store at once; by half of a latent
 WIDE_128: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
