@@ -29,8 +29,8 @@ _WORDS: gl.constexpr = gl.constexpr(
 )
 SHARE_ROWS: gl.constexpr = gl.constexpr(32)  # query rows that a warpgroup quantises
 # eight rows of queries by four warps, a row in 16 lanes
-QUERY: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-QUERY_ROPE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+_QUERY: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+_QUERY_ROPE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 _E4M3_MAX: gl.constexpr = gl.constexpr(448.0)
 _MIN_SCALE: gl.constexpr = gl.constexpr(2.0**-60)  # of a query row; its product is not to vanish
 
@@ -49,10 +49,12 @@ def _load_columns(q_ptr, first_row, row, mask, column, WIDTH: gl.constexpr, ROW_
 def _load_group(q_ptr, first_row, group, num_left, LATENT_DIM: gl.constexpr,
                 ROW_DIM: gl.constexpr):  # fmt: skip
     """Latent and rope columns of eight rows."""
-    row = group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, QUERY))
-    latent = _load_columns(q_ptr, first_row, row, row < num_left, 0, LATENT_DIM, ROW_DIM, QUERY)
-    row = gl.convert_layout(row, gl.SliceLayout(1, QUERY_ROPE), assert_trivial=True)
-    rope = _load_columns(q_ptr, first_row, row, row < num_left, LATENT_DIM, 64, ROW_DIM, QUERY_ROPE)
+    row = group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, _QUERY))
+    latent = _load_columns(q_ptr, first_row, row, row < num_left, 0, LATENT_DIM, ROW_DIM, _QUERY)
+    row = gl.convert_layout(row, gl.SliceLayout(1, _QUERY_ROPE), assert_trivial=True)
+    rope = _load_columns(
+        q_ptr, first_row, row, row < num_left, LATENT_DIM, 64, ROW_DIM, _QUERY_ROPE
+    )
     return latent, rope
 
 
@@ -164,7 +166,7 @@ def load_pairs(values, GROUP: gl.constexpr, FIRST: gl.constexpr):
 
     Words, as a loop would carry values of 16 bits in a register each.
     """
-    tile = view_pairs(values).index(GROUP).slice(FIRST, 32, dim=0)
+    tile = _view_pairs(values).index(GROUP).slice(FIRST, 32, dim=0)
     pairs = tile.permute((1, 0)).load(_OF_PAIRS)
     words = gl.inline_asm_elementwise(
         "mov.b32 $0, $2; mov.b32 $1, $2;", "=r,=r,r", [pairs],
@@ -202,7 +204,7 @@ def _as_operand(values, ACC: gl.constexpr):
 
 
 @gluon.jit
-def view_pairs(tile):
+def _view_pairs(tile):
     """Half of the latents of a block, ``[64, HALF]``, as pairs of columns, 64 of them at once."""
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return view_tile(tile, gl.int16, [tile.shape[1] // 128, BLOCK_N, 64], PAIRS)

@@ -44,13 +44,16 @@ def choose_work(num_heads: int, max_query_len: int, fmt: CacheFormat, gpu: Gpu) 
     32 rows or fewer: memory is the limit, and the tile is no larger than it must be. More: 64 a
     program, as many programs side by side as a request has tiles. Smaller tiles where 64 rows have
     no kernel: the latent is too narrow to be halved, or tokens of 8 bits have scales.
+
+    A request's start costs as much time as some blocks of keys, of which those of 8 bits are short.
     """
     num_rows = num_heads * max_query_len
-    has_64 = not fmt.group_scaled and fmt.kv_lora_rank >= 256
-    most = 64 if num_rows > 32 and has_64 else 16 if fmt.is_quantised else 32
-    tile_rows = min(max(power_of_two(num_rows), 8), most)
+    is_many = num_rows > 32 and not fmt.group_scaled and fmt.kv_lora_rank >= 256
+    least = 16 if fmt.is_quantised else 8
+    tile_rows = 64 if is_many else min(max(power_of_two(num_rows), least), 32)
     gang = -(-num_rows // tile_rows)  # 32 at most: more rows are refused
-    return Work(gpu.num_sms // gang, gang, tile_rows, 64)
+    overhead = 8 if fmt.is_quantised else 5 if is_many else 3
+    return Work(gpu.num_sms // gang, gang, tile_rows, 64, overhead)
 
 
 def mla_decode(
@@ -86,7 +89,9 @@ def _kernel_for(work: Work, fmt: CacheFormat, use_fast_accum: bool) -> Kernel:
         return mla_decode_many_fp8.FAST_KERNEL if use_fast_accum else mla_decode_many_fp8.KERNEL
     if fmt.is_quantised:
         return mla_decode_few_fp8.KERNEL
-    return mla_decode_many.KERNEL if is_many else mla_decode_few.KERNEL
+    if is_many:
+        return mla_decode_many.KERNEL
+    return mla_decode_few.KERNEL_OF_32 if work.tile_rows == 32 else mla_decode_few.KERNEL
 
 
 class _Made(NamedTuple):

@@ -6,7 +6,8 @@ the 64 rows that a wgmma wants, and query rows its N.
 
 A program is one of a gang that shares a part of the schedule, and takes every gang-th tile of ROWS
 rows of each request there. One warp fetches blocks of 64 keys by TMA into a ring of STAGES; four
-warps compute.
+warps compute. For a tile of 32 rows they are eight: two warpgroups have half of the rows each of a
+block's scores, and of its output half of the columns.
 """
 
 from collections.abc import Iterator
@@ -61,9 +62,7 @@ from kvkern.kernels.paging import ANY_ALIGNMENT
 from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
-_SPILLS = spills(
-    "what a tile of 32 rows needs once is parked while its keys are gone over", 160, newer=440
-)
+_SPILLS = spills("with rows that are gathered, what a tile needs once is parked", 0, newer=300)
 
 
 @gluon.jit
@@ -273,15 +272,18 @@ def _attend(
     ROPE_DIM: gl.constexpr,
     LN_2: gl.constexpr,
 ):
-    """Online softmax of each tile of query rows over the blocks in the ring. Four warps."""
+    """Online softmax of each tile of query rows over the blocks in the ring. 4 or 8 warps."""
     STAGES: gl.constexpr = latents.type.shape[0]
     LATENT_DIM: gl.constexpr = latents.type.shape[2]
     ROWS: gl.constexpr = q_latent.shape[0]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    GROUPS: gl.constexpr = gl.num_warps() // 4
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, ROWS // GROUPS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * GROUPS, 1], [16, ROWS, 16])
     OF_ROW: gl.constexpr = gl.SliceLayout(0, MMA)
+    OF_OUT_ROW: gl.constexpr = gl.SliceLayout(0, ACC)
     OF_KEY: gl.constexpr = gl.SliceLayout(1, MMA)
     no_scores = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)
-    offs_l = gl.arange(0, LATENT_DIM, layout=OF_KEY)
+    offs_l = gl.arange(0, LATENT_DIM, layout=gl.SliceLayout(1, ACC))
     part = part_bounds(bounds_ptr, GANG)
     end = end_request(part)
     lengths = load_lengths(offsets_ptr, cache_lengths_ptr, part[0], end)
@@ -306,7 +308,7 @@ def _attend(
 
             max_score = gl.full([ROWS], -float("inf"), gl.float32, OF_ROW)
             weight_sums = gl.zeros([BLOCK_N, ROWS], gl.float32, MMA)  # a thread's own keys
-            acc = gl.zeros([LATENT_DIM, ROWS], gl.float32, MMA)
+            acc = gl.zeros([LATENT_DIM, ROWS], gl.float32, ACC)
             for block in range(begin, stop):
                 stage = taken % STAGES
                 mbarrier.wait(full.index(stage), (taken // STAGES) & 1)
@@ -335,8 +337,9 @@ def _attend(
                 new_max = gl.maximum(max_score, gl.max(scores, 0) * scale_log2)
                 shift = gl.where(new_max == -float("inf"), 0.0, new_max)
                 weights = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 0))
-                rescale = gl.expand_dims(gl.exp2(max_score - shift), 0)
-                weight_sums = weight_sums * rescale + weights
+                rescale = gl.exp2(max_score - shift)
+                weight_sums = weight_sums * gl.expand_dims(rescale, 0) + weights
+                rescale = gl.expand_dims(gl.convert_layout(rescale, OF_OUT_ROW), 0)
                 max_score = new_max
                 weights_tile.store(weights.to(weights_tile.dtype))
                 fence_async_shared()
@@ -351,19 +354,21 @@ def _attend(
             saw_none = weight_sum == 0.0
             lse = max_score + gl.log2(gl.where(saw_none, 1.0, weight_sum))
             inverse = gl.where(saw_none, 0.0, 1.0 / gl.where(saw_none, 1.0, weight_sum))
-            inverse = gl.expand_dims(inverse, 0)
+            inverse = gl.expand_dims(gl.convert_layout(inverse, OF_OUT_ROW), 0)
             acc = gl.where(inverse == 0, 0.0, acc * inverse)  # saw none: 0 times what may be NaN
+            out_row = tile * ROWS + gl.arange(0, ROWS, layout=OF_OUT_ROW)
+            mask = gl.expand_dims(out_row < num_rows, 0)
             if is_piece:
-                piece_row = piece.to(gl.int64) * slot_rows + row
-                offs = gl.expand_dims(piece_row * LATENT_DIM, 0) + gl.expand_dims(offs_l, 1)
-                gl.store(pieces_ptr + offs, acc, mask=gl.expand_dims(mask_row, 0))
-                gl.store(piece_lses_ptr + piece_row, lse, mask=mask_row)
+                first_row = piece.to(gl.int64) * slot_rows
+                offs = gl.expand_dims((first_row + out_row) * LATENT_DIM, 0)
+                gl.store(pieces_ptr + offs + gl.expand_dims(offs_l, 1), acc, mask=mask)
+                gl.store(piece_lses_ptr + first_row + row, lse, mask=mask_row)
             else:
-                out_row = start.to(gl.int64) * num_heads + row
-                offs = gl.expand_dims(out_row * LATENT_DIM, 0) + gl.expand_dims(offs_l, 1)
+                first_row = start.to(gl.int64) * num_heads
+                offs = gl.expand_dims((first_row + out_row) * LATENT_DIM, 0)
                 out = acc.to(out_ptr.dtype.element_ty)
-                gl.store(out_ptr + offs, out, mask=gl.expand_dims(mask_row, 0))
-                gl.store(lse_ptr + out_row, lse * LN_2, mask=mask_row)
+                gl.store(out_ptr + offs + gl.expand_dims(offs_l, 1), out, mask=mask)
+                gl.store(lse_ptr + first_row + row, lse * LN_2, mask=mask_row)
 
 
 @gluon.jit(
@@ -479,6 +484,7 @@ KERNEL = Kernel(
     _constants,
     {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True},
 )
+KERNEL_OF_32 = KERNEL._replace(options={**KERNEL.options, "num_warps": 8})  # rows a tile
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -495,4 +501,5 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         q = torch.empty(1, rows, fmt.row_dim, dtype=torch.bfloat16)
         label = f"L{latent_dim}-R{rope_dim}-rows{rows}-page{page_size}"
         work = Work(132, 1, rows, 64)
-        yield shipped_config(KERNEL, label, q, pages, work, **_SPILLS)
+        kernel = KERNEL_OF_32 if rows == 32 else KERNEL
+        yield shipped_config(kernel, label, q, pages, work, **_SPILLS)

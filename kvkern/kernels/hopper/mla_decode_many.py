@@ -703,7 +703,7 @@ KERNEL = Kernel(
 )
 
 _PARKED = "three roles share an SM's registers; what is parked is parked around loops"
-_SPILLS = spills(_PARKED, 64, newer=224)
+_SPILLS = spills(_PARKED, 64, newer=256)
 _MORE_SPILLS = spills(_PARKED, 192, newer=976)  # where pages are not whole boxes
 
 

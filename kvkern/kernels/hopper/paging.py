@@ -364,13 +364,18 @@ def prefetch_rows(rows_ptr, slots, member, GANG: gl.constexpr, NUM_BYTES, ROW_DI
 
 @gluon.jit
 def clear_rows(tile, num_rows):
-    """Zero the rows of a tile from ``num_rows`` on: 0 times what memory holds there may be NaN."""
+    """Zero the rows of a tile from ``num_rows`` on: 0 times what memory holds there may be NaN.
+
+    128 bytes of a row at a time, in a loop whose length is hidden: seldom run, it is to be short.
+    """
+    NUM_TILES: gl.constexpr = tile.shape[1] * tile.dtype.primitive_bitwidth // 1024
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT)), 1)
-    for column in gl.static_range(tile.shape[1] // 64):
-        columns = tile.slice(column * 64, 64, dim=1)
-        values = columns.load(LAYOUT)
-        columns.store(gl.where(row < num_rows, values, gl.zeros_like(values)))
+    tiles = view_tile(tile, gl.int16, [NUM_TILES, tile.shape[0], 64], WORDS)
+    for index in range(num_rows >> 30, NUM_TILES):
+        words = tiles.index(index).load(LAYOUT)
+        tiles.index(index).store(gl.where(row < num_rows, words, gl.zeros_like(words)))
     fence_async_shared()
 
 
