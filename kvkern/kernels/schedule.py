@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
     bounds: Tensor  # int32 [num_parts + 1, 2]: request and block; (0, 0) first, (B, 0) last
     cuts: Tensor  # int32 [num_cuts, 3]: a request, first and last part with a bound inside; then -1
     ends: Tensor  # int64 [B], scratch
-    outs: Tensor  # [2 * num_parts, rows, L], normalised
+    outs: Tensor  # fp32 or fp16 [2 * num_parts, rows, L], normalised
     lses: Tensor  # fp32 [2 * num_parts, rows], base 2
 
     @property
@@ -243,6 +243,7 @@ def _schedule_kernel(
     do_not_specialize_on_alignment=["offsets_ptr"],
 )
 def _merge_cuts_kernel(
+    scale_ptr,  # fp32 [1], or None: what pieces are in units of
     outs_ptr,  # [2 * num_parts, slot_rows, L]
     lses_ptr,  # fp32 [2 * num_parts, slot_rows], base 2
     bounds_ptr,
@@ -260,7 +261,10 @@ def _merge_cuts_kernel(
     BLOCK_C: tl.constexpr,
     IS_EARLY: tl.constexpr,  # whether it may start while pieces are still being written
 ):
-    """out = sum 2^(lse_s - lse) out_s over a request's pieces; steps of a program lie far apart."""
+    """out = scale * sum 2^(lse_s - lse) out_s, over a request's pieces.
+
+    Steps of a program lie far apart.
+    """
     NUM_CHUNKS: tl.constexpr = (LATENT_DIM + BLOCK_C - 1) // BLOCK_C
     steps_per_cut = tl.cdiv(slot_rows, BLOCK_R) * NUM_CHUNKS
     step = tl.program_id(0)
@@ -276,6 +280,8 @@ def _merge_cuts_kernel(
         out, lse = _merge_pieces(
             outs_ptr, lses_ptr, bounds_ptr, first, last, slot_rows, row, offs_l, LATENT_DIM, BLOCK_S
         )
+        if scale_ptr is not None:
+            out *= tl.load(scale_ptr)
         mask_row = row < (end - start) * num_heads
         mask = mask_row[:, None] & (offs_l < LATENT_DIM)[None, :]
         out_row = start.to(tl.int64) * num_heads + row
@@ -343,9 +349,17 @@ def _merge_pieces(
 
 
 def make_schedule(
-    batch: PagedBatch, num_heads: int, max_query_len: int, latent_dim: int, work: Work
+    batch: PagedBatch,
+    num_heads: int,
+    max_query_len: int,
+    latent_dim: int,
+    work: Work,
+    dtype: torch.dtype = torch.float32,
 ) -> Schedule:
-    """Allocate, with room for requests of up to ``max_query_len`` new tokens each."""
+    """Allocate, with room for requests of up to ``max_query_len`` new tokens each.
+
+    ``dtype``: of pieces. Written and read, they take as long as many blocks of keys.
+    """
     gang_rows = work.gang * work.tile_rows
     slot_rows = -(-max_query_len * num_heads // gang_rows) * gang_rows
     num_slots, device = 2 * work.num_parts, batch.device
@@ -355,7 +369,7 @@ def make_schedule(
         torch.empty(work.num_parts + 1, 2, dtype=torch.int32, device=device),
         torch.empty(num_cuts, 3, dtype=torch.int32, device=device),
         torch.empty(batch.num_requests, dtype=torch.int64, device=device),
-        torch.empty(num_slots, slot_rows, latent_dim, device=device),
+        torch.empty(num_slots, slot_rows, latent_dim, dtype=dtype, device=device),
         torch.empty(num_slots, slot_rows, device=device),
     )
 
@@ -376,16 +390,19 @@ def schedule_addresses(schedule: Sequence[int], batch: PagedBatch) -> tuple[int,
     return offsets, lengths, bounds, cuts, ends
 
 
-def merge_cuts(schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor) -> Launch | None:
+def merge_cuts(
+    schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor, scale: Tensor | None = None
+) -> Launch | None:
     """Fill the rows of ``out`` ``[T, H, L]`` and ``lse`` ``[T, H]`` whose requests were cut.
 
-    Returns how to do it again, at ``merge_addresses``, for tensors and a batch of the same shapes;
-    None where nothing can be cut.
+    ``scale``: fp32, whose first value pieces are in units of. Returns how to do it again, with its
+    address and at ``merge_addresses``, for tensors and a batch of the same shapes; None where
+    nothing can be cut.
     """
     if schedule.work.num_parts == 1 or batch.num_requests == 0:
         return None
-    grid, arguments, options = _merge_call(schedule, batch, out, lse, gpu_of(batch.device))
-    return launch(_merge_cuts_kernel, grid, arguments, options, batch.device, num_varying=7)
+    grid, arguments, options = _merge_call(schedule, batch, out, lse, scale, gpu_of(batch.device))
+    return launch(_merge_cuts_kernel, grid, arguments, options, batch.device, num_varying=8)
 
 
 def merge_addresses(schedule: Sequence[int], batch: PagedBatch) -> tuple[int, ...]:
@@ -418,32 +435,45 @@ def _schedule_call(
     return arguments, {"num_warps": 8}
 
 
-def _choose_blocks(num_parts: int, num_requests: int, latent_dim: int) -> tuple[int, int, int]:
-    """Pieces, rows and columns that a program merges at once.
+def _choose_blocks(
+    num_parts: int, num_requests: int, latent_dim: int, dtype: torch.dtype
+) -> tuple[int, int, int, int]:
+    """Pieces, rows and columns that a program merges at once, and its warps.
 
     Whole rows, by few programs: on an H100 the 17 pieces of each of 4 requests with 128 heads took
     14.5 us by 1024 programs of 256 columns and 7.6 us so. But the many pieces of one request are
     read together, not one after the other. Room for more pieces than there are costs as much as
-    the pieces: requests are seldom cut into quite as many as there are parts for.
+    the pieces: requests are seldom cut into quite as many as there are parts for. A warp has all
+    pieces of its columns, if they fit: a merge that needs shared memory starts 2 to 3 us later
+    beside a kernel that has most of it.
     """
     num_pieces = num_parts // num_requests
     columns = power_of_two(latent_dim)
+    warps = max(columns * dtype.itemsize // 512, 1)  # a thread reads 16 bytes
     if num_pieces <= 4:
-        return 4, 1, columns
+        return 4, 1, columns, warps
     if num_pieces <= 32:
-        return 8, 1, columns
+        return 8, 1, columns, warps
     block_s = min(power_of_two(num_pieces * 15 // 16), 256)
-    return block_s, max(128 // block_s, 1), min(columns, 64, 8192 // block_s)
+    return block_s, 1, min(columns, 64, 8192 // block_s), 1 if block_s <= 64 else 4
 
 
 def _merge_call(
-    schedule: Schedule, batch: PagedBatch, out: Tensor, lse: Tensor, gpu: Gpu
+    schedule: Schedule,
+    batch: PagedBatch,
+    out: Tensor,
+    lse: Tensor,
+    scale: Tensor | None,
+    gpu: Gpu,
 ) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
     num_parts, num_cuts = schedule.work.num_parts, len(schedule.cuts)
     _, slot_rows, latent_dim = schedule.outs.shape
-    block_s, block_r, block_c = _choose_blocks(num_parts, batch.num_requests, latent_dim)
+    block_s, block_r, block_c, num_warps = _choose_blocks(
+        num_parts, batch.num_requests, latent_dim, schedule.outs.dtype
+    )
     is_early = gpu.capability >= 90
     arguments = {
+        "scale_ptr": scale,
         "outs_ptr": schedule.outs,
         "lses_ptr": schedule.lses,
         "bounds_ptr": schedule.bounds,
@@ -462,7 +492,7 @@ def _merge_call(
         "IS_EARLY": is_early,
     }
     num_steps = triton.cdiv(latent_dim, block_c) * triton.cdiv(slot_rows, block_r) * num_cuts
-    options = {"num_warps": 4, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
     if is_early:
         options["launch_pdl"] = True
     return (min(num_steps, 16 * gpu.num_sms),), arguments, options
@@ -470,16 +500,22 @@ def _merge_call(
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """One program an SM and a gang of two; both widths of a latent; few requests and many."""
-    for num_parts, gang, latent_dim, num_requests in (
-        (132, 1, 512, 1), (132, 1, 512, 64), (66, 2, 256, 64),
+    fp32, fp16 = torch.float32, torch.float16
+    for num_parts, gang, latent_dim, num_requests, dtype in (
+        (132, 1, 512, 1, fp32), (132, 1, 512, 64, fp32), (66, 2, 256, 64, fp32),
+        (132, 1, 512, 1, fp16),
     ):  # fmt: skip
         work = Work(num_parts, gang, 64, 64)
         batch = PagedBatch(range(num_requests + 1), [0] * num_requests, [[0]] * num_requests)
-        schedule = make_schedule(batch, 16, 1, latent_dim, work)
+        schedule = make_schedule(batch, 16, 1, latent_dim, work, dtype)
         label = f"B{num_requests}-P{num_parts}-gang{gang}-L{latent_dim}"
-        arguments, options = _schedule_call(batch, 16, schedule)
-        yield config_of_call(_schedule_kernel, f"schedule-{label}", arguments, options)
+        if dtype == fp32:
+            arguments, options = _schedule_call(batch, 16, schedule)
+            yield config_of_call(_schedule_kernel, f"schedule-{label}", arguments, options)
         out = torch.empty(num_requests, 16, latent_dim, dtype=torch.bfloat16)
         lse = torch.empty(num_requests, 16)
-        _, arguments, options = _merge_call(schedule, batch, out, lse, Gpu(capability, 132))
-        yield config_of_call(_merge_cuts_kernel, f"merge-{label}", arguments, options)
+        scale = None if dtype == fp32 else torch.empty(2)
+        gpu = Gpu(capability, 132)
+        _, arguments, options = _merge_call(schedule, batch, out, lse, scale, gpu)
+        label = f"merge-{label}" + ("" if dtype == fp32 else "-fp16")
+        yield config_of_call(_merge_cuts_kernel, label, arguments, options)

@@ -48,11 +48,20 @@ def walk(schedule, batch):
             yield part, request, begin if starts_inside else 0, stop, slot
 
 
-def scheduled(query_lens, cached, num_heads=4, parts=5, gang=1, tile_rows=16, device="cpu"):
+def scheduled(
+    query_lens,
+    cached,
+    num_heads=4,
+    parts=5,
+    gang=1,
+    tile_rows=16,
+    device="cpu",
+    dtype=torch.float32,
+):
     batch = make_batch(query_lens, cached, device)
     work = Work(parts, gang, tile_rows, BLOCK_N, OVERHEAD)
     max_query_len = max(query_lens, default=1)
-    schedule = make_schedule(batch, num_heads, max_query_len, LATENT, work)
+    schedule = make_schedule(batch, num_heads, max_query_len, LATENT, work, dtype)
     for unwritten in (schedule.bounds, schedule.cuts, schedule.ends):
         unwritten.fill_(0x7F7F7F7F)
     fill_schedule(schedule, batch, num_heads)
@@ -242,7 +251,7 @@ def attend(q, kv, begin, end, query_len, seq_len):
     return weights @ kv[begin:end], lse / math.log(2)
 
 
-def decode_by(schedule, batch, q, kvs):
+def decode_by(schedule, batch, q, kvs, scale=None):
     """As a kernel does it that follows the schedule; all memory is poisoned first."""
     schedule.outs.fill_(math.nan)
     schedule.lses.fill_(math.nan)
@@ -264,22 +273,25 @@ def decode_by(schedule, batch, q, kvs):
         rows = piece.shape[0] * piece.shape[1]
         saw_key = (piece_lse > -math.inf).flatten().to(out.device)
         schedule.lses[slot, :rows] = piece_lse.flatten().to(out.device)
-        schedule.outs[slot, :rows][saw_key] = piece.flatten(0, 1).to(out.device)[saw_key]
-    merge_cuts(schedule, batch, out, lse)
+        piece = piece.flatten(0, 1).to(out.device)[saw_key]
+        schedule.outs[slot, :rows][saw_key] = (piece if scale is None else piece / scale[0]).to(
+            schedule.outs.dtype
+        )
+    merge_cuts(schedule, batch, out, lse, scale)
     return out.cpu(), lse.cpu()
 
 
-def assert_decodes(schedule, batch, num_heads=4):
+def assert_decodes(schedule, batch, num_heads=4, scale=None, rtol=1e-4):
     torch.manual_seed(0)
     offsets, cached = batch.input_row_offsets.tolist(), batch.cache_lengths.tolist()
     query_lens = [b - a for a, b in itertools.pairwise(offsets)]
     q = torch.randn(offsets[-1], num_heads, LATENT)
     kvs = [torch.randn(c + n, LATENT) for c, n in zip(cached, query_lens, strict=True)]
-    out, lse = decode_by(schedule, batch, q, kvs)
+    out, lse = decode_by(schedule, batch, q, kvs, scale)
     for request, (start, stop) in enumerate(itertools.pairwise(offsets)):
         kv = kvs[request]
         whole, whole_lse = attend(q[start:stop], kv, 0, len(kv), stop - start, len(kv))
-        torch.testing.assert_close(out[start:stop], whole, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(out[start:stop], whole, atol=rtol / 5, rtol=rtol)
         torch.testing.assert_close(lse[start:stop], whole_lse * math.log(2), atol=1e-5, rtol=1e-5)
 
 
@@ -302,9 +314,15 @@ def test_pieces_merge_to_the_attention_over_all_keys(query_lens, cached, parts, 
 def test_more_pieces_than_are_read_together_merge(parts, device):
     cached = 64 * 8 * parts - 1
     schedule, batch = scheduled([1], [cached], parts=parts, tile_rows=4, device=device)
-    read_together, _, _ = _choose_blocks(parts, 1, LATENT)
+    read_together, *_ = _choose_blocks(parts, 1, LATENT, torch.float32)
     assert sum(1 for _ in walk(schedule, batch)) == parts > read_together
     assert_decodes(schedule, batch)
+
+
+def test_pieces_in_fp16_are_in_units_of_the_scale(device):
+    scale = torch.tensor([2.0**-12, math.nan], device=device)  # the second is of rope keys
+    schedule, batch = scheduled([1, 2], [700, 3000], device=device, dtype=torch.float16)
+    assert_decodes(schedule, batch, scale=scale, rtol=1e-3)
 
 
 @pytest.mark.parametrize("then", [[1, 3000, 0, 64], [5000, 5000, 5000, 5000], [0, 0, 0, 0]])

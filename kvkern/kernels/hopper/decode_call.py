@@ -30,6 +30,15 @@ class Kernel(NamedTuple):
     options: dict[str, Any]
 
 
+def piece_dtype(fmt: CacheFormat) -> torch.dtype:
+    """Of what a part leaves of a request that is cut.
+
+    fp16 in units of the layer's latent scale, where there is one: means of e4m3 values, of at most
+    448, with four times the bits of a bf16 result. Others may be of any size.
+    """
+    return torch.float16 if fmt.layer_scaled else torch.float32
+
+
 def decode_fields(
     pages: LayerPages,
     batch: PagedBatch,
@@ -177,7 +186,7 @@ def shipped_config(
     out = torch.empty(1, num_heads, latent_dim, dtype=out_dtype)
     lse = torch.empty(1, num_heads)
     batch = PagedBatch([0, 1], [0], [[0]])
-    schedule = make_schedule(batch, num_heads, 1, latent_dim, work)
+    schedule = make_schedule(batch, num_heads, 1, latent_dim, work, piece_dtype(pages.format))
     query = kernel.query_fields(q, q_scale, pages.format)
     arguments = _arguments(kernel, query, q, pages, batch, 0.1, out, lse, schedule)
     return config_of_call(kernel.function, label, arguments, kernel.options, **budget)

@@ -22,6 +22,7 @@ from kvkern.kernels.hopper.decode_call import (
     DecodeAgain,
     Kernel,
     launch_decode,
+    piece_dtype,
     step_addresses,
 )
 from kvkern.kernels.launch import Launch, device_finder, stream_finder
@@ -45,14 +46,14 @@ def choose_work(num_heads: int, max_query_len: int, fmt: CacheFormat, gpu: Gpu) 
     program, as many programs side by side as a request has tiles. Smaller tiles where 64 rows have
     no kernel: the latent is too narrow to be halved, or tokens of 8 bits have scales.
 
-    A request's start costs as much time as some blocks of keys, of which those of 8 bits are short.
+    What a request's start costs, in blocks of keys, is what was best with ragged lengths.
     """
     num_rows = num_heads * max_query_len
     is_many = num_rows > 32 and not fmt.group_scaled and fmt.kv_lora_rank >= 256
     least = 16 if fmt.is_quantised else 8
     tile_rows = 64 if is_many else min(max(power_of_two(num_rows), least), 32)
     gang = -(-num_rows // tile_rows)  # 32 at most: more rows are refused
-    overhead = 8 if fmt.is_quantised else 5 if is_many else 3
+    overhead = 3 if not is_many else 8 if fmt.is_quantised else 5
     return Work(gpu.num_sms // gang, gang, tile_rows, 64, overhead)
 
 
@@ -100,7 +101,7 @@ class _Made(NamedTuple):
     schedule: Schedule
     fill: tuple[int, ...]
     step: tuple[int, ...]
-    merge: tuple[int, ...]  # out and lse come after these
+    merge: tuple[int, ...]  # between the scale, and out and lse
     maker: LayerPages  # the layer that it was made for
 
 
@@ -146,12 +147,12 @@ class _Calls:
             self._decode = launch_decode(
                 self._kernel, q, q_scale, pages, batch, self._softmax_scale, out, lse, made.schedule
             )
-            self._merge = merge_cuts(made.schedule, batch, out, lse)
+            self._merge = merge_cuts(made.schedule, batch, out, lse, pages.layer_scales)
             return None
         addresses = (out.data_ptr(), lse.data_ptr())
         self._decode.on(stream, q, q_scale, pages, *addresses, made.step)
         if self._merge is not None:
-            self._merge.on(stream, made.merge + addresses)
+            self._merge.on(stream, (pages.addresses[-1], *made.merge, *addresses))
 
     def _make(self, key: Any, batch: PagedBatch, pages: LayerPages) -> _Made:
         """The batch's schedule for this cache and number of heads, on this stream; not yet filled.
@@ -159,10 +160,11 @@ class _Calls:
         The layer that it was made for fills it anew when it comes round again, which is the next
         step. Another layer's is used as it is.
         """
-        latent_dim = pages.format.kv_lora_rank
+        fmt = pages.format
         schedule = make_schedule(
-            batch, self._num_heads, self._max_query_len, latent_dim, self._work
-        )
+            batch, self._num_heads, self._max_query_len, fmt.kv_lora_rank, self._work,
+            piece_dtype(fmt),
+        )  # fmt: skip
         addresses = schedule.addresses
         batch.workspaces[key] = made = _Made(
             schedule,

@@ -681,7 +681,8 @@ def _finish(
     saw_none = weight_sum == 0.0
     weight_sum = gl.where(saw_none, 1.0, weight_sum)
     lse = cells.index(0).load(_ROW_EACH) + gl.log2(weight_sum)
-    cells.index(2).store(gl.where(saw_none, 0.0, latent_scale / _GAIN / weight_sum))
+    unit = gl.where(is_piece, 1.0, latent_scale)  # pieces are multiplied when merged
+    cells.index(2).store(gl.where(saw_none, 0.0, unit / _GAIN / weight_sum))
     row = tile * ROWS + gl.arange(0, ROWS, layout=_ROW_EACH)
     if is_piece:
         lse_ptrs = piece_lses_ptr + piece.to(gl.int64) * slot_rows + row
@@ -717,7 +718,7 @@ def _mla_decode_few_fp8_kernel(
     layer_scales_ptr,  # fp32 [2], or None
     out_ptr,  # [T, H, L]
     lse_ptr,  # fp32 [T, H]
-    pieces_ptr,  # fp32 [2 * num_parts, slot_rows, L]
+    pieces_ptr,  # fp16 with scales of a layer, or else fp32 [2 * num_parts, slot_rows, L]
     piece_lses_ptr,  # fp32 [2 * num_parts, slot_rows]
     bounds_ptr,  # int32 [num_parts + 1, 2]
     offsets_ptr,  # int32 [B+1]

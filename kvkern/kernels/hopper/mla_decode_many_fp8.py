@@ -305,7 +305,8 @@ def _find_weights(
             saw_none = weight_sum == 0.0
             weight_sum = gl.where(saw_none, 1.0, weight_sum)
             mbarrier.wait(noted, (ends & 1) ^ 1)
-            factors.index(STAGES).store(gl.where(saw_none, 0.0, latent_scale / weight_sum))
+            unit = gl.where(is_piece, 1.0, latent_scale)  # pieces are multiplied when merged
+            factors.index(STAGES).store(gl.where(saw_none, 0.0, unit / weight_sum))
             mbarrier.arrive(ended, count=1)
             ends += 1
             lse = max_score + gl.log2(weight_sum) - _WEIGHT_LOG2
@@ -506,7 +507,7 @@ def _mla_decode_many_fp8_kernel(
     layer_scales_ptr,  # fp32 [2]
     out_ptr,  # [T, H, L]
     lse_ptr,  # fp32 [T, H]
-    pieces_ptr,  # fp32 [2 * num_parts, slot_rows, L]
+    pieces_ptr,  # fp16 [2 * num_parts, slot_rows, L]
     piece_lses_ptr,  # fp32 [2 * num_parts, slot_rows]
     bounds_ptr,  # int32 [num_parts + 1, 2]
     offsets_ptr,  # int32 [B+1]
