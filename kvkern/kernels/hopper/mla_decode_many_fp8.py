@@ -73,7 +73,7 @@ from kvkern.kernels.schedule import Work
 from kvkern.layout import CacheFormat
 
 _SPILLS = spills(
-    "13 warps share an SM's registers; what is parked is needed once a tile", 1100, newer=1824
+    "13 warps share an SM's registers; what is parked is needed once a tile", 1100, newer=1856
 )
 # weights are at most 2^8, so that the small ones are normal numbers of e4m3
 _WEIGHT_LOG2: gl.constexpr = gl.constexpr(8.0)
