@@ -25,6 +25,7 @@ from kvkern.ops.attention import (
     mla_prefill,
 )
 from kvkern.ops.pages import PageCopy, copy_pages, gather_kv
+from kvkern.ops.quantize import QuantizedFP8, dequantize_fp8, quantize_fp8
 from kvkern.ops.write_kv import write_kv
 
 __version__ = "0.1.0"
@@ -45,16 +46,19 @@ __all__ = [
     "PagedBatch",
     "PagedKVCache",
     "PrefixIndex",
+    "QuantizedFP8",
     "ShapeMismatchError",
     "UnsupportedDtypeError",
     "UnsupportedError",
     "absorb_weights",
     "calibrate",
     "copy_pages",
+    "dequantize_fp8",
     "explain",
     "gather_kv",
     "merge_states",
     "mla_decode",
     "mla_prefill",
+    "quantize_fp8",
     "write_kv",
 ]

@@ -32,10 +32,12 @@ UNBOUND = {"testing", "__main__", "_cli", ""}  # "" is kvkern/__init__.py
 OPS = [
     "absorb_weights",
     "copy_pages",
+    "dequantize_fp8",
     "gather_kv",
     "merge_states",
     "mla_decode",
     "mla_prefill",
+    "quantize_fp8",
     "write_kv",
 ]
 

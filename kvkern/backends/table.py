@@ -163,6 +163,8 @@ TABLE: dict[str, tuple[Backend, ...]] = {
     "merge_states": _row("merge_states", "merge_states"),
     "gather_kv": _row("gather_kv", "gather_kv"),
     "copy_pages": _row("copy_pages", "copy_pages"),
+    "quantize_fp8": _row("quantize_fp8", "quantize_fp8"),
+    "dequantize_fp8": _row("quantize_fp8", "dequantize_fp8"),
 }
 
 

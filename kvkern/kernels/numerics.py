@@ -71,6 +71,29 @@ def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def encode_e5m2(x):
+    """fp32 to e5m2 codes in uint8: nearest, ties to even, saturating at 57344; NaN is 0x7F."""
+    word = x.to(tl.int32, bitcast=True)
+    sign = (word >> 24) & 0x80
+    magnitude = word & 0x7FFFFFFF
+    # normal: round the mantissa to 2 bits, move the exponent bias from 127 to 15
+    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
+    normal = tl.minimum(normal, 0x7B)
+    # below 2^-14: adding 2^7 leaves the value in units of 2^-16 in the low mantissa bits
+    shifted = magnitude.to(tl.float32, bitcast=True) + 128.0
+    subnormal = shifted.to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(magnitude < (113 << 23), subnormal, normal) | sign
+    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def decode_e5m2(codes):
+    """uint8 e5m2 codes to fp32; exact. They are the upper bytes of fp16."""
+    half = (codes.to(tl.int32) << 8).to(tl.int16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def power_of_two_scale(amax, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr):
     """amax / 448, at least MIN_SCALE, rounded up to a power of two; exact, as fp32."""
     ratio = tl.maximum(tl.div_rn(amax, E4M3_MAX), MIN_SCALE)

@@ -96,6 +96,11 @@ def power_of_two_scales(groups: Tensor) -> Tensor:
     NaN does not count; an infinity counts as 448 * 2**119, which a row can hold.
     """
     ratio = _amax_over(groups, E4M3_MAX).clamp(MIN_GROUP_SCALE, MAX_GROUP_SCALE)
+    return power_of_two_above(ratio)
+
+
+def power_of_two_above(ratio: Tensor) -> Tensor:
+    """2**n >= ratio > 2**(n-1)."""
     mantissa, exponent = torch.frexp(ratio)
     exponent = exponent - (mantissa == 0.5).int()  # already a power of two: 2**e is 0.5 * 2**(e+1)
     return torch.ldexp(torch.ones_like(ratio), exponent)
@@ -134,21 +139,25 @@ def unpack_e2m1(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _amax_over(groups: Tensor, divisor: float) -> Tensor:
-    amax = groups.float().abs().nan_to_num(nan=0.0).amax(-1)
-    # by a tensor: torch on a GPU multiplies with the inverse of a number, which rounds otherwise
-    return amax / torch.full_like(amax, divisor)
+    return over(groups.float().abs().nan_to_num(nan=0.0).amax(-1), divisor)
+
+
+def over(values: Tensor, divisor: float) -> Tensor:
+    """values / divisor by a tensor: a GPU's torch multiplies by a number's inverse, rounded."""
+    return values / torch.full_like(values, divisor)
 
 
 def round_to(values: Tensor, dtype: torch.dtype, sanitize: bool = False) -> Tensor:
-    """Cast to a stored dtype: nearest, ties to even; e4m3 saturates; every NaN has the same bits.
+    """Cast to a stored dtype: nearest, ties to even; fp8 saturates; every NaN has the same bits.
 
     ``sanitize``: NaN becomes 0 and what would overflow the largest finite value.
     """
     if sanitize:
         largest = torch.finfo(dtype).max
         values = values.nan_to_num(nan=0.0).clamp(-largest, largest)
-    if dtype == torch.float8_e4m3fn:
-        stored = values.float().clamp(-E4M3_MAX, E4M3_MAX).to(dtype)
+    if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        largest = torch.finfo(dtype).max
+        stored = values.float().clamp(-largest, largest).to(dtype)
         canonical_nan = torch.tensor(0x7F, dtype=torch.uint8, device=values.device)
         return torch.where(values.isnan(), canonical_nan, stored.view(torch.uint8)).view(dtype)
     if dtype.itemsize == 2:

@@ -1,0 +1,224 @@
+"""quantize_fp8 and dequantize_fp8: contracts, checks, choice of backend."""
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from kvkern.backends import choose
+from kvkern.errors import (
+    ArgumentError,
+    DeviceError,
+    LayoutError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
+from kvkern.layout import MIN_TOKEN_SCALE
+from kvkern.ops._sizes import FLOATS
+
+Granularity = Literal["tensor", "row", "group", "block"]
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CELL = 128  # columns of a group, rows and columns of a block
+
+
+class QuantizedFP8(NamedTuple):
+    """What ``quantize_fp8`` returns: the real numbers are ``values * scale``, cell by cell."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def quantize_fp8(
+    x: Tensor,
+    *,
+    granularity: Granularity = "row",
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    power_of_two: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> QuantizedFP8:
+    """Round to 8 bits, by a scale for each cell: found from what is in it, or given.
+
+    Args:
+        x: ``[..., K]``, bf16, fp16 or fp32, one row behind the other at any distance, rows
+            contiguous.
+        granularity: what shares a scale, and the shape of ``scale``: ``"tensor"``: all, ``[1]``;
+            ``"row"``: a token, ``[..., 1]``; ``"group"``: 128 columns of a row,
+            ``[..., ceil(K / 128)]``; ``"block"``: 128 rows x 128 columns of ``x``
+            ``[..., N, K]``, ``[..., ceil(N / 128), ceil(K / 128)]``; with more than two dims N
+            must be a multiple of 128. The last group and block of a row, and the last block of a
+            column, may be smaller.
+        scale: fp32, contiguous, > 0: a static descale (real = stored * scale), in the shape above.
+            Left out, it is the largest finite magnitude of the cell over the dtype's largest value,
+            at least 2^-100.
+        dtype: ``torch.float8_e4m3fn`` (to 448) or ``torch.float8_e5m2`` (to 57344).
+        power_of_two: round a scale that is found up to a power of two, as ue8m0 stores.
+        out: ``x.shape`` in ``dtype``, contiguous, filled if given.
+        backend: ``"auto"``, or a name: used or refused, never replaced.
+
+    Returns:
+        ``values`` ``x.shape`` in ``dtype``: x * (1 / scale), in fp32, to the nearest, ties to even;
+        what is too large, infinities too, saturates; NaN stays NaN and has no say in a scale.
+        ``scale``, fp32. Bytes are equal on every backend.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError: an argument is not as
+            above.
+        ArgumentError: no such granularity or dtype; or ``power_of_two`` beside a ``scale``.
+        UnsupportedError: no backend takes the call; the message gives each one's reason.
+
+    Source: arXiv:2412.19437, section 3.3 (groups and blocks); OCP 8-bit floating point, 1.0.
+    """
+    if granularity not in get_args(Granularity):
+        names = ", ".join(get_args(Granularity))
+        raise ArgumentError(f"granularity: want one of {names}; got {granularity!r}")
+    if dtype not in _FP8:
+        raise ArgumentError(f"dtype: want float8_e4m3fn or float8_e5m2, got {dtype}")
+    if power_of_two and scale is not None:
+        raise ArgumentError("power_of_two: want it without scale, which is taken as it is")
+    _check("x", x, FLOATS, x.device)
+    if granularity == "block" and not _has_blocks(x.shape):
+        raise ShapeMismatchError(
+            f"x: want [N, K], or [..., N, K] with N a multiple of {_CELL}, for blocks; "
+            f"got {list(x.shape)}"
+        )
+    wanted = _scale_shape(x.shape, granularity)
+    if scale is not None:
+        _check("scale", scale, (torch.float32,), x.device, wanted)
+    if out is not None:
+        _check("out", out, (dtype,), x.device, x.shape)
+    values = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
+    is_static = scale is not None
+    if scale is None:
+        scale = torch.empty(wanted, dtype=torch.float32, device=x.device)
+    run = choose("quantize_fp8", backend, x.device, x.dtype)
+    if x.numel() == 0:  # nothing has no magnitude
+        if not is_static:
+            scale.fill_(MIN_TOKEN_SCALE)
+        return QuantizedFP8(values, scale)
+    rows = _as_rows("x", x)
+    cell = _cell_of(rows, granularity)
+    run(rows, values.view(rows.shape), _as_cells(scale), cell, is_static, power_of_two)
+    return QuantizedFP8(values, scale)
+
+
+def dequantize_fp8(
+    values: Tensor,
+    scale: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The real numbers of what ``quantize_fp8`` stored.
+
+    Args:
+        values: ``[..., K]``, ``float8_e4m3fn`` or ``float8_e5m2``, one row behind the other at any
+            distance, rows contiguous.
+        scale: fp32, contiguous, in the shape of one of ``quantize_fp8``'s granularities.
+        dtype: of the result: bf16, fp16 or fp32.
+        out: ``values.shape`` in ``dtype``, contiguous, filled if given.
+        backend: ``"auto"``, or a name: used or refused, never replaced.
+
+    Returns:
+        ``values.shape`` in ``dtype``: values * scale in fp32, rounded once.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError: an argument is not as
+            above.
+        ArgumentError: no such dtype.
+        UnsupportedError: no backend takes the call; the message gives each one's reason.
+
+    Source: arXiv:2412.19437, section 3.3; OCP 8-bit floating point, 1.0.
+    """
+    _check("values", values, _FP8, values.device)
+    if dtype not in FLOATS:
+        raise ArgumentError(f"dtype: want bfloat16, float16 or float32, got {dtype}")
+    _check("scale", scale, (torch.float32,), values.device)
+    granularity = _granularity_of(values.shape, scale.shape)
+    if out is not None:
+        _check("out", out, (dtype,), values.device, values.shape)
+    result = torch.empty(values.shape, dtype=dtype, device=values.device) if out is None else out
+    run = choose("dequantize_fp8", backend, values.device, dtype)
+    if values.numel() > 0:
+        rows = _as_rows("values", values)
+        run(rows, _as_cells(scale), _cell_of(rows, granularity), result.view(rows.shape))
+    return result
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    shape: tuple[int, ...] | None = None,  # contiguous then
+) -> None:
+    if tensor.ndim == 0 or (shape is not None and tensor.shape != shape):
+        wanted = "[..., K]" if shape is None else list(shape)
+        raise ShapeMismatchError(f"{name}: want {wanted}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise UnsupportedDtypeError(f"{name}: want {wanted}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise DeviceError(f"{name}: want device {device}, got {tensor.device}")
+    if shape is not None and not tensor.is_contiguous():
+        raise LayoutError(f"{name}: want contiguous, got strides {list(tensor.stride())}")
+
+
+def _as_rows(name: str, x: Tensor) -> Tensor:
+    """``[M, K]`` without a copy; of ``x`` that is not empty."""
+    try:
+        rows = x.view(-1, x.shape[-1])
+        is_folded = rows.shape[1] == 1 or rows.stride(1) == 1
+    except RuntimeError:
+        is_folded = False
+    if not is_folded:
+        raise LayoutError(
+            f"{name}: want contiguous rows at one distance, got strides {list(x.stride())}"
+        )
+    return rows
+
+
+def _as_cells(scale: Tensor) -> Tensor:
+    return scale.view(-1, scale.shape[-1])
+
+
+def _cell_of(rows: Tensor, granularity: Granularity) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    num_rows, num_columns = rows.shape
+    return {
+        "tensor": (num_rows, num_columns),
+        "row": (1, num_columns),
+        "group": (1, _CELL),
+        "block": (_CELL, _CELL),
+    }[granularity]
+
+
+def _has_blocks(shape: tuple[int, ...]) -> bool:
+    """Whether no block lies in two matrices when their rows are folded."""
+    return len(shape) == 2 or (len(shape) > 2 and shape[-2] % _CELL == 0)
+
+
+def _scale_shape(shape: tuple[int, ...], granularity: Granularity) -> tuple[int, ...]:
+    groups = -(-shape[-1] // _CELL)
+    if granularity == "tensor":
+        return (1,)
+    if granularity == "row":
+        return (*shape[:-1], 1)
+    if granularity == "group":
+        return (*shape[:-1], groups)
+    return (*shape[:-2], -(-shape[-2] // _CELL), groups)
+
+
+def _granularity_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> Granularity:
+    """Where two fit they mean the same."""
+    granularities: tuple[Granularity, ...] = ("tensor", "row", "group")
+    if _has_blocks(shape):
+        granularities += ("block",)
+    shapes = {granularity: _scale_shape(shape, granularity) for granularity in granularities}
+    for granularity, wanted in shapes.items():
+        if tuple(scale_shape) == wanted:
+            return granularity
+    wanted_shapes = " or ".join(str(list(wanted)) for wanted in dict.fromkeys(shapes.values()))
+    raise ShapeMismatchError(f"scale: want {wanted_shapes}, got {list(scale_shape)}")
