@@ -43,16 +43,31 @@ def encode_e4m3(x, NATIVE: tl.constexpr):
     """fp32 to e4m3 codes in uint8: nearest, ties to even, saturating at 448; NaN is 0x7F."""
     if NATIVE:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return _encode_fp8(x, 3, 7, 0x7E)
+
+
+@triton.jit
+def encode_e5m2(x):
+    """fp32 to e5m2 codes in uint8: nearest, ties to even, saturating at 57344; NaN is 0x7F."""
+    return _encode_fp8(x, 2, 15, 0x7B)
+
+
+@triton.jit
+def _encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    STEP: tl.constexpr = BIAS + MANTISSA - 1  # subnormal numbers are multiples of 2^-STEP
     word = x.to(tl.int32, bitcast=True)
     sign = (word >> 24) & 0x80
     magnitude = word & 0x7FFFFFFF
-    # normal: round the mantissa to 3 bits, move the exponent bias from 127 to 7
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    normal = tl.minimum(normal, 0x7E)
-    # below 2^-6: adding 2^14 leaves the value in units of 2^-9 in the low mantissa bits
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    # normal: round the mantissa, move the exponent bias from 127
+    half = (1 << (SHIFT - 1)) - 1
+    normal = (magnitude + half + ((magnitude >> SHIFT) & 1)) >> SHIFT
+    normal = tl.minimum(normal - ((127 - BIAS) << MANTISSA), LARGEST)
+    # below: adding 2^(23 - STEP) leaves the value in units of a step in the low mantissa bits
+    shifted = magnitude.to(tl.float32, bitcast=True) + 2.0 ** (23 - STEP)
     subnormal = shifted.to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(magnitude < (121 << 23), subnormal, normal) | sign
+    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal) | sign
     return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
 
 
@@ -68,22 +83,6 @@ def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.int16)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((code & 0x7F) == 0x7F, float("nan"), value).to(DTYPE)
-
-
-@triton.jit
-def encode_e5m2(x):
-    """fp32 to e5m2 codes in uint8: nearest, ties to even, saturating at 57344; NaN is 0x7F."""
-    word = x.to(tl.int32, bitcast=True)
-    sign = (word >> 24) & 0x80
-    magnitude = word & 0x7FFFFFFF
-    # normal: round the mantissa to 2 bits, move the exponent bias from 127 to 15
-    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
-    normal = tl.minimum(normal, 0x7B)
-    # below 2^-14: adding 2^7 leaves the value in units of 2^-16 in the low mantissa bits
-    shifted = magnitude.to(tl.float32, bitcast=True) + 128.0
-    subnormal = shifted.to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(magnitude < (113 << 23), subnormal, normal) | sign
-    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit

@@ -55,8 +55,7 @@ def _quantize_fp8_kernel(
 ):
     """One tile. A scale is stored by the program that has its cell's first element."""
     row, column, mask = _tile(num_rows, num_columns, BLOCK_M, BLOCK_K)
-    x_row_ptrs = x_ptr + row.to(tl.int64)[:, None] * stride_x
-    x = tl.load(x_row_ptrs + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + _offsets(row, column, stride_x), mask=mask, other=0.0).to(tl.float32)
     x = _by_cell(x, CELL_M, CELL_K)
     offs, is_cell = _cell_offsets(row, column, num_rows, scale_columns, CELL_M, CELL_K)
     if IS_STATIC:
@@ -73,9 +72,8 @@ def _quantize_fp8_kernel(
         scale = _scale_for(tl.max(tl.max(_finite(x), axis=3), axis=1), POWER_OF_TWO, LIMIT)
         tl.store(scale_ptr + offs, scale, mask=is_cell)
     y = tl.reshape(x * tl.div_rn(1.0, scale)[:, None, :, None], [BLOCK_M, BLOCK_K])
-    values_row_ptrs = values_ptr + row.to(tl.int64)[:, None] * stride_values
     codes = encode_e5m2(y) if LIMIT > 448.0 else encode_e4m3(y, NATIVE_FP8)
-    tl.store(values_row_ptrs + column[None, :], codes, mask=mask)
+    tl.store(values_ptr + _offsets(row, column, stride_values), codes, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_partials"])
@@ -97,8 +95,8 @@ def _partial_maxima_kernel(
         row = tile // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
         column = tile % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
         mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        x_row = cell.to(tl.int64) * num_rows + row
-        x = tl.load(x_ptr + x_row[:, None] * stride_x + column[None, :], mask=mask, other=0.0)
+        offs = _offsets(cell.to(tl.int64) * num_rows + row, column, stride_x)
+        x = tl.load(x_ptr + offs, mask=mask, other=0.0)
         amax = tl.maximum(amax, _finite(x.to(tl.float32)))
     amax = tl.max(tl.max(amax, axis=1), axis=0)
     tl.store(partials_ptr + tl.program_id(0), amax)
@@ -123,14 +121,13 @@ def _dequantize_fp8_kernel(
 ):
     """One tile."""
     row, column, mask = _tile(num_rows, num_columns, BLOCK_M, BLOCK_K)
-    row_ptrs = values_ptr + row.to(tl.int64)[:, None] * stride_values
-    codes = tl.load(row_ptrs + column[None, :], mask=mask, other=0)
+    codes = tl.load(values_ptr + _offsets(row, column, stride_values), mask=mask, other=0)
     x = decode_e5m2(codes) if IS_E5M2 else decode_e4m3(codes, tl.float32, NATIVE_FP8)
     offs, is_cell = _cell_offsets(row, column, num_rows, scale_columns, CELL_M, CELL_K)
     scale = tl.load(scale_ptr + offs, mask=is_cell, other=1.0)
     x = tl.reshape(_by_cell(x, CELL_M, CELL_K) * scale[:, None, :, None], [BLOCK_M, BLOCK_K])
-    out_row_ptrs = out_ptr + row.to(tl.int64)[:, None] * stride_x
-    tl.store(out_row_ptrs + column[None, :], round_to(x, out_ptr.dtype.element_ty), mask=mask)
+    out = round_to(x, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + _offsets(row, column, stride_x), out, mask=mask)
 
 
 @triton.jit
@@ -140,6 +137,11 @@ def _tile(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
     return row, column, (row < num_rows)[:, None] & (column < num_columns)[None, :]
+
+
+@triton.jit
+def _offsets(row, column, stride):
+    return row.to(tl.int64)[:, None] * stride + column[None, :]
 
 
 @triton.constexpr_function
