@@ -18,6 +18,7 @@ import kvkern
 from kvkern.backends import TABLE
 from kvkern.errors import UnsupportedError
 from kvkern.layout import FORMAT_NAMES, FormatName
+from kvkern.ops.quantize import Granularity
 
 _HEADS, _LATENT, _ROPE, _NOPE, _VALUE, _PAGE_SIZE = 3, 128, 32, 64, 64, 4
 _SCALE = (_NOPE + _ROPE) ** -0.5
@@ -28,6 +29,14 @@ _NUM_PAGES = 16
 _LAYER_SCALES = (0.05, 0.07)  # latent, rope; not 1: a dropped one shows
 _KERNEL_DTYPE = torch.bfloat16
 _MOVES_DATA = ("gather_kv", "copy_pages")
+_IS_EXACT = (*_MOVES_DATA, "write_kv", "quantize_fp8", "dequantize_fp8")
+_WITHOUT_CACHE = ("merge_states", "quantize_fp8", "dequantize_fp8")
+_CELLS: dict[Granularity, tuple[int, int]] = {
+    "tensor": (130, 200),
+    "row": (1, 200),
+    "group": (1, 128),
+    "block": (128, 128),
+}
 
 
 class Result(NamedTuple):
@@ -47,11 +56,11 @@ class Result(NamedTuple):
 def run(settings: argparse.Namespace) -> int:
     """Print a line for each op, backend and case. Returns 1 if any of them is wrong."""
     num_wrong = 0
-    print(f"{'op':14}{'backend':12}{'case':22}{'max error':>11}{'allowed':>11}")
+    print(f"{'op':16}{'backend':12}{'case':22}{'max error':>11}{'allowed':>11}")
     for result in check_ops(settings.device):
         num_wrong += not result.is_right
         print(
-            f"{result.op:14}{result.backend:12}{result.case:22}{result.error:11.1e}"
+            f"{result.op:16}{result.backend:12}{result.case:22}{result.error:11.1e}"
             f"{result.allowed:11.1e}  {'ok' if result.is_right else 'WRONG'}",
             flush=True,
         )
@@ -76,7 +85,7 @@ def check_ops(device: torch.device) -> Iterator[Result]:
 
 
 def _check_kernel(op: str, backend: str, device: torch.device) -> Iterator[Result]:
-    formats = ("bf16",) if op == "merge_states" else FORMAT_NAMES
+    formats = ("bf16",) if op in _WITHOUT_CACHE else FORMAT_NAMES
     for name in formats:
         case = _Case(device, _KERNEL_DTYPE, _KERNEL_DTYPE, name)
         try:
@@ -84,7 +93,7 @@ def _check_kernel(op: str, backend: str, device: torch.device) -> Iterator[Resul
         except UnsupportedError:  # it runs on this device, but not this format or these dims
             continue
         same_dtype = _OPS[op](case, "reference")
-        if op == "write_kv" or op in _MOVES_DATA:
+        if op in _IS_EXACT:
             want, allowed = same_dtype, 0.0
         else:
             want = _OPS[op](replace(case, compute=torch.float64), "reference")
@@ -265,6 +274,23 @@ def _random_bytes(cache: kvkern.PagedKVCache) -> Tensor:
     return values.to(cache.device)
 
 
+def _numbers_to_quantize(case: _Case) -> Tensor:
+    x = case.randn(12, 130, 200)
+    return x.float() if case.compute == torch.float64 else x
+
+
+def _quantize_fp8(case: _Case, backend: str) -> Tensor:
+    x = _numbers_to_quantize(case)
+    cells = [kvkern.quantize_fp8(x, granularity=name, backend=backend) for name in _CELLS]
+    return _flat(*(values.float() for values, _ in cells), *(scale for _, scale in cells))
+
+
+def _dequantize_fp8(case: _Case, backend: str) -> Tensor:
+    x = _numbers_to_quantize(case)
+    cells = [kvkern.quantize_fp8(x, granularity=name, backend="reference") for name in _CELLS]
+    return _flat(*(kvkern.dequantize_fp8(*q, dtype=x.dtype, backend=backend) for q in cells))
+
+
 # The same in other words. Cases here are fp64 over an fp32 cache.
 
 
@@ -337,6 +363,38 @@ def _copied_pages(case: _Case) -> Tensor:
     return _flat(*pages)
 
 
+def _nearest_in_table(case: _Case) -> Tensor:
+    """The nearest of all numbers that e4m3 has."""
+    codes = torch.arange(256, dtype=torch.uint8, device=case.device).view(torch.float8_e4m3fn)
+    numbers = codes.float()[codes.float().isfinite()].unique()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    x = _numbers_to_quantize(case)
+    stored, scales = [], []
+    for cell in _CELLS.values():
+        values = torch.empty_like(x)
+        for part, rounded in zip(_parts(x, cell), _parts(values, cell), strict=True):
+            scales.append(part.abs().max() / torch.full_like(part[0, 0], 448))
+            rounded.copy_(numbers[torch.bucketize(part * (1 / scales[-1]), middles)])
+        stored.append(values)
+    return _flat(*stored, torch.stack(scales))
+
+
+def _times_scale(case: _Case) -> Tensor:
+    x, real = _numbers_to_quantize(case), []
+    for name, cell in _CELLS.items():
+        values, scale = kvkern.quantize_fp8(x, granularity=name, backend="reference")
+        product = values.double()
+        for part, of_cell in zip(_parts(product, cell), scale.flatten(), strict=True):
+            part *= of_cell
+        real.append(product)
+    return _flat(*real)
+
+
+def _parts(x: Tensor, cell: tuple[int, int]) -> Iterator[Tensor]:
+    for rows in x.split(cell[0]):
+        yield from rows.split(cell[1], dim=1)
+
+
 _OPS: dict[str, Callable[[_Case, str], Tensor]] = {
     "write_kv": _write_kv,
     "mla_decode": _mla_decode,
@@ -344,6 +402,8 @@ _OPS: dict[str, Callable[[_Case, str], Tensor]] = {
     "merge_states": _merge_states,
     "gather_kv": _gather_kv,
     "copy_pages": _copy_pages,
+    "quantize_fp8": _quantize_fp8,
+    "dequantize_fp8": _dequantize_fp8,
 }
 _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "write_kv": _plain_write_kv,
@@ -352,4 +412,6 @@ _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "merge_states": _whole_softmax,
     "gather_kv": _padded_rows,
     "copy_pages": _copied_pages,
+    "quantize_fp8": _nearest_in_table,
+    "dequantize_fp8": _times_scale,
 }
