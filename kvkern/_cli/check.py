@@ -99,7 +99,8 @@ def _check_kernel(op: str, backend: str, device: torch.device) -> Iterator[Resul
             want = _OPS[op](replace(case, compute=torch.float64), "reference")
             eps = torch.finfo(_KERNEL_DTYPE).eps
             allowed = 2 * _largest(same_dtype - want) + eps * _largest(want)
-        yield Result(op, backend, f"{name} cache", _largest(got - want), allowed)
+        label = name if op in _WITHOUT_CACHE else f"{name} cache"
+        yield Result(op, backend, label, _largest(got - want), allowed)
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import choose
-from kvkern.errors import (
-    ArgumentError,
-    DeviceError,
-    LayoutError,
-    ShapeMismatchError,
-    UnsupportedDtypeError,
-)
+from kvkern.errors import ArgumentError, LayoutError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
-from kvkern.ops._sizes import FLOATS
+from kvkern.ops._sizes import FLOATS, Sizes
 
 Granularity = Literal["tensor", "row", "group", "block"]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -77,7 +71,7 @@ def quantize_fp8(
         raise ArgumentError(f"dtype: want float8_e4m3fn or float8_e5m2, got {dtype}")
     if power_of_two and scale is not None:
         raise ArgumentError("power_of_two: want it without scale, which is taken as it is")
-    _check("x", x, FLOATS, x.device)
+    _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
     if granularity == "block" and not _has_blocks(x.shape):
         raise ShapeMismatchError(
             f"x: want [N, K], or [..., N, K] with N a multiple of {_CELL}, for blocks; "
@@ -85,9 +79,9 @@ def quantize_fp8(
         )
     wanted = _scale_shape(x.shape, granularity)
     if scale is not None:
-        _check("scale", scale, (torch.float32,), x.device, wanted)
+        _match("scale", scale, wanted, torch.float32, device=x.device)
     if out is not None:
-        _check("out", out, (dtype,), x.device, x.shape)
+        _match("out", out, x.shape, dtype, device=x.device)
     values = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
     is_static = scale is not None
     if scale is None:
@@ -132,13 +126,13 @@ def dequantize_fp8(
 
     Source: arXiv:2412.19437, section 3.3; OCP 8-bit floating point, 1.0.
     """
-    _check("values", values, _FP8, values.device)
+    _match("values", values, values.shape, *_FP8, device=values.device, strides="any")
     if dtype not in FLOATS:
         raise ArgumentError(f"dtype: want bfloat16, float16 or float32, got {dtype}")
-    _check("scale", scale, (torch.float32,), values.device)
+    _match("scale", scale, scale.shape, torch.float32, device=values.device)
     granularity = _granularity_of(values.shape, scale.shape)
     if out is not None:
-        _check("out", out, (dtype,), values.device, values.shape)
+        _match("out", out, values.shape, dtype, device=values.device)
     result = torch.empty(values.shape, dtype=dtype, device=values.device) if out is None else out
     run = choose("dequantize_fp8", backend, values.device, dtype)
     if values.numel() > 0:
@@ -147,23 +141,19 @@ def dequantize_fp8(
     return result
 
 
-def _check(
+def _match(
     name: str,
     tensor: Tensor,
-    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    *dtypes: torch.dtype,
     device: torch.device,
-    shape: tuple[int, ...] | None = None,  # contiguous then
+    strides: Literal["contiguous", "any"] = "contiguous",
 ) -> None:
-    if tensor.ndim == 0 or (shape is not None and tensor.shape != shape):
-        wanted = "[..., K]" if shape is None else list(shape)
-        raise ShapeMismatchError(f"{name}: want {wanted}, got {list(tensor.shape)}")
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise UnsupportedDtypeError(f"{name}: want {wanted}, got {tensor.dtype}")
-    if tensor.device != device:
-        raise DeviceError(f"{name}: want device {device}, got {tensor.device}")
-    if shape is not None and not tensor.is_contiguous():
-        raise LayoutError(f"{name}: want contiguous, got strides {list(tensor.stride())}")
+    """``Sizes.match`` for any number of dims, but not none."""
+    if len(shape) == 0:
+        raise ShapeMismatchError(f"{name}: want [..., K], got []")
+    dims = {f"D{number}": size for number, size in enumerate(shape)}
+    Sizes(device, **dims).match(name, tensor, " ".join(dims), *dtypes, strides=strides)
 
 
 def _as_rows(name: str, x: Tensor) -> Tensor:

@@ -224,6 +224,22 @@ def test_caches_of_8_bits_are_read_within_their_requests(name, num_heads):
 
 
 @on_hopper
+@pytest.mark.parametrize("num_heads", [16, 32])
+@pytest.mark.parametrize("exponents", [(40,) * 4, (-40,) * 4, (0, -14, 0, 0), (-7, 3, 0, -11)])
+def test_scales_of_groups_may_be_of_any_size(exponents, num_heads):
+    """Columns whose scales are tiny beside others keep their own precision."""
+    case, q = make(CacheFormat("fp8_ds_mla"), num_heads, ([1000, 64, 3], [1, 1, 1]))
+    case.view.pages.group_scales.mul_(2.0 ** torch.tensor(exponents, device="cuda"))
+    q[..., :512] *= 2.0 ** -max(exponents)
+    result = decode(q, case.view)
+    exact = mla_decode(q.double(), case.view, softmax_scale=SCALE, backend="reference")
+    for group, out in enumerate(exact.out.split(128, dim=-1)):
+        error = result.out[..., group * 128 : (group + 1) * 128].double() - out
+        assert error.norm() < 4e-3 * out.norm()
+    assert (result.lse - exact.lse).abs().max() < 1e-2
+
+
+@on_hopper
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize("lengths", [[1], [64], [4096] * 8, [131071], [20000, 1, 1, 700] * 10])
 def test_lengths_from_one_key_to_many(num_heads, lengths):

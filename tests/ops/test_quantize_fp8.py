@@ -252,7 +252,7 @@ MISTAKES = {
     "a scale of another granularity": (
         lambda: quantize_fp8(X, granularity="group", scale=torch.ones(4, 1)),
         kvkern.ShapeMismatchError,
-        r"scale: want \[4, 2\], got \[4, 1\]",
+        r"scale: want \[D0=4, D1=2\], got \[4, 1\]",
     ),
     "a scale in bf16": (
         lambda: quantize_fp8(X, scale=torch.ones(4, 1).bfloat16()),
@@ -282,7 +282,7 @@ MISTAKES = {
     "an output of another shape": (
         lambda: quantize_fp8(X, out=torch.zeros(4, 255).to(E4M3)),
         kvkern.ShapeMismatchError,
-        r"out: want \[4, 256\], got \[4, 255\]",
+        r"out: want \[D0=4, D1=256\], got \[4, 255\]",
     ),
     "real numbers to dequantise": (
         lambda: dequantize_fp8(X, torch.ones(1)),
@@ -293,6 +293,11 @@ MISTAKES = {
         lambda: dequantize_fp8(X.to(E4M3), torch.ones(3)),
         kvkern.ShapeMismatchError,
         r"scale: want \[1\] or \[4, 1\] or \[4, 2\] or \[1, 2\], got \[3\]",
+    ),
+    "scales of columns, not rows": (
+        lambda: dequantize_fp8(X.to(E4M3), torch.ones(2, 4).T),
+        kvkern.LayoutError,
+        r"scale: want contiguous, got strides \[1, 4\]",
     ),
     "a result in fp8": (
         lambda: dequantize_fp8(X.to(E4M3), torch.ones(1), dtype=E4M3),
