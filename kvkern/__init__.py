@@ -24,6 +24,7 @@ from kvkern.ops.attention import (
     mla_decode,
     mla_prefill,
 )
+from kvkern.ops.matmul import fp8_gemm, scaled_mm
 from kvkern.ops.pages import PageCopy, copy_pages, gather_kv
 from kvkern.ops.quantize import QuantizedFP8, dequantize_fp8, quantize_fp8
 from kvkern.ops.write_kv import write_kv
@@ -55,10 +56,12 @@ __all__ = [
     "copy_pages",
     "dequantize_fp8",
     "explain",
+    "fp8_gemm",
     "gather_kv",
     "merge_states",
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",
+    "scaled_mm",
     "write_kv",
 ]

@@ -4,9 +4,18 @@ from kvkern.backends.table import (
     TABLE,
     Backend,
     DecodeCall,
+    MatmulCall,
     choose,
     explain,
     takes_e4m3_queries,
 )
 
-__all__ = ["TABLE", "Backend", "DecodeCall", "choose", "explain", "takes_e4m3_queries"]
+__all__ = [
+    "TABLE",
+    "Backend",
+    "DecodeCall",
+    "MatmulCall",
+    "choose",
+    "explain",
+    "takes_e4m3_queries",
+]

@@ -23,7 +23,33 @@ class DecodeCall(NamedTuple):
     max_rows: int | None  # most (token, head) rows of a request, where the host knows it
 
 
-def _takes_any_call(call: DecodeCall) -> str | None:
+class MatmulCall(NamedTuple):
+    """What a backend of ``scaled_mm`` may refuse by, beside the device.
+
+    Of a cell, the rows and columns that share a scale, 0 is all: ``cell_a`` is (0, 0), (1, 0) or
+    (1, 128), ``cell_b`` (0, 0), (0, 1), (128, 128) or (128, 1); K is cut in both or in neither.
+    A tensor is aligned if its elements are contiguous along K (``out``: along N) and all else
+    begins at multiples of 16 bytes.
+    """
+
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    out_dtype: torch.dtype
+    num_matrices: int  # b's
+    is_grouped: bool  # a's rows are shared out among b's matrices
+    num_rows: int
+    num_columns: int
+    depth: int
+    cell_a: tuple[int, int]
+    cell_b: tuple[int, int]
+    a_is_aligned: bool
+    b_is_aligned: bool
+    out_is_aligned: bool
+    bias_dtype: torch.dtype | None
+    is_exact: bool
+
+
+def _takes_any_call(call: Any) -> str | None:
     return None
 
 
@@ -40,7 +66,7 @@ class Backend(NamedTuple):
     source: str
     refuses: Callable[[torch.device, torch.dtype], str | None]
     auto_on: tuple[str, ...]
-    refuses_call: Callable[[DecodeCall], str | None] = _takes_any_call
+    refuses_call: Callable[[Any], str | None] = _takes_any_call  # its op's call
     takes_e4m3_queries: bool = False
 
     def load(self) -> Callable[..., Any]:
@@ -133,6 +159,76 @@ def _flashinfer_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return _card_refuses(device)
 
 
+def _torch_matmul_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"needs a CUDA device, got {device.type}"
+    reason = _card_refuses(device)
+    if reason is None and torch.cuda.get_device_capability(device) < (8, 9):
+        reason = f"needs compute capability 8.9, {torch.cuda.get_device_name(device)} is older"
+    return reason
+
+
+def _torch_matmul_refuses_call(call: MatmulCall) -> str | None:
+    reason = _library_matmul_refuses_call(call)
+    if reason is not None:
+        return reason
+    if call.a_dtype == call.b_dtype == torch.float8_e5m2:
+        return "takes e5m2 on one side, got both"
+    if call.num_columns % 16 or call.depth % 16:
+        return f"takes N and K that are multiples of 16, got {call.num_columns} and {call.depth}"
+    if call.cell_a[1] and call.depth % 128:
+        return f"takes K that is a multiple of 128 with groups, got {call.depth}"
+    if call.bias_dtype is not None and call.bias_dtype != call.out_dtype:
+        return f"takes a bias in out's dtype {call.out_dtype}, got {call.bias_dtype}"
+    return None
+
+
+def _deepgemm_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("deep_gemm") is None:
+        return "deep_gemm is not installed"
+    if device.type != "cuda":
+        return f"needs a CUDA device, got {device.type}"
+    reason = _card_refuses(device)
+    if reason is None and torch.cuda.get_device_capability(device) != (9, 0):
+        reason = f"needs compute capability 9.0, {torch.cuda.get_device_name(device)} has another"
+    return reason
+
+
+def _deepgemm_refuses_call(call: MatmulCall) -> str | None:
+    reason = _library_matmul_refuses_call(call)
+    if reason is not None:
+        return reason
+    if {call.a_dtype, call.b_dtype} != {torch.float8_e4m3fn}:
+        return f"takes e4m3, got {call.a_dtype} and {call.b_dtype}"
+    if (call.cell_a, call.cell_b) != ((1, 128), (128, 128)):
+        return f"takes scales of 1 x 128 and 128 x 128, got {call.cell_a} and {call.cell_b}"
+    if call.out_dtype != torch.bfloat16:
+        return f"gives bfloat16, got out_dtype {call.out_dtype}"
+    if call.bias_dtype is not None:
+        return "takes no bias"
+    if call.num_columns % 64 or call.depth % 128:
+        return (
+            "takes N that is a multiple of 64 and K that is one of 128, got "
+            f"{call.num_columns} and {call.depth}"
+        )
+    if not call.out_is_aligned:
+        return "takes an out of contiguous rows that begin at multiples of 16 bytes"
+    return None
+
+
+def _library_matmul_refuses_call(call: MatmulCall) -> str | None:
+    if call.is_grouped or call.num_matrices != 1:
+        return "takes one matrix: neither batched nor row_offsets"
+    if call.depth == 0:
+        return "takes K > 0"
+    if not (call.a_is_aligned and call.b_is_aligned):
+        return (
+            "takes a of contiguous rows and b of contiguous columns (weight.t()), which begin at "
+            "multiples of 16 bytes"
+        )
+    return None
+
+
 def _never_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
@@ -165,6 +261,23 @@ TABLE: dict[str, tuple[Backend, ...]] = {
     "copy_pages": _row("copy_pages", "copy_pages"),
     "quantize_fp8": _row("quantize_fp8", "quantize_fp8"),
     "dequantize_fp8": _row("quantize_fp8", "dequantize_fp8"),
+    "scaled_mm": (
+        *_row("scaled_mm", "scaled_mm"),
+        Backend(
+            "torch",
+            "kvkern.backends.torch_scaled_mm:scaled_mm",
+            _torch_matmul_refuses,
+            (),
+            _torch_matmul_refuses_call,
+        ),
+        Backend(
+            "deepgemm",
+            "kvkern.backends.deepgemm:scaled_mm",
+            _deepgemm_refuses,
+            (),
+            _deepgemm_refuses_call,
+        ),
+    ),
 }
 
 
@@ -172,7 +285,7 @@ def explain(
     op: str,
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
-    call: DecodeCall | None = None,
+    call: DecodeCall | MatmulCall | None = None,
 ) -> list[tuple[str, str | None]]:
     """Each backend of ``op`` in order, with why ``"auto"`` passes it over, or None if it would not.
 
@@ -190,7 +303,10 @@ def explain(
 
 
 def _reason(
-    backend: Backend, device: torch.device, dtype: torch.dtype, call: DecodeCall | None
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    call: DecodeCall | MatmulCall | None,
 ) -> str | None:
     reason = backend.refuses(device, dtype)
     return backend.refuses_call(call) if reason is None and call is not None else reason
@@ -198,7 +314,11 @@ def _reason(
 
 @lru_cache
 def choose(
-    op: str, name: str, device: torch.device, dtype: torch.dtype, call: DecodeCall | None = None
+    op: str,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    call: DecodeCall | MatmulCall | None = None,
 ) -> Callable[..., Any]:
     """The implementation that runs; remembered per argument, so a call costs one lookup.
 
