@@ -33,11 +33,13 @@ OPS = [
     "absorb_weights",
     "copy_pages",
     "dequantize_fp8",
+    "fp8_gemm",
     "gather_kv",
     "merge_states",
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",
+    "scaled_mm",
     "write_kv",
 ]
 

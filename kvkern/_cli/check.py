@@ -30,7 +30,7 @@ _LAYER_SCALES = (0.05, 0.07)  # latent, rope; not 1: a dropped one shows
 _KERNEL_DTYPE = torch.bfloat16
 _MOVES_DATA = ("gather_kv", "copy_pages")
 _IS_EXACT = (*_MOVES_DATA, "write_kv", "quantize_fp8", "dequantize_fp8")
-_WITHOUT_CACHE = ("merge_states", "quantize_fp8", "dequantize_fp8")
+_WITHOUT_CACHE = ("merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm")
 _CELLS: dict[Granularity, tuple[int, int]] = {
     "tensor": (130, 200),
     "row": (1, 200),
@@ -292,6 +292,39 @@ def _dequantize_fp8(case: _Case, backend: str) -> Tensor:
     return _flat(*(kvkern.dequantize_fp8(*q, dtype=x.dtype, backend=backend) for q in cells))
 
 
+def _scaled_mm(case: _Case, backend: str) -> Tensor:
+    """Each pair of scales."""
+    out_dtype, products = case.compute, []
+    for of_a, of_b in _SCALE_PAIRS:
+        a, b = _matrices(case, of_a, of_b)
+        scale_b = b.scale if of_b == "tensor" else b.scale.mT
+        products.append(
+            kvkern.scaled_mm(
+                a.values, b.values.mT, a.scale, scale_b, out_dtype=out_dtype, backend=backend
+            )
+        )
+    return _flat(*products)
+
+
+_SCALE_PAIRS: tuple[tuple[Granularity, Granularity], ...] = (
+    ("tensor", "tensor"),
+    ("row", "row"),
+    ("group", "block"),
+    ("group", "group"),
+)
+
+
+def _matrices(
+    case: _Case, of_a: Granularity, of_b: Granularity
+) -> tuple[kvkern.QuantizedFP8, kvkern.QuantizedFP8]:
+    """130 x 256 and the weight 96 x 256."""
+    x, weight = case.randn(13, 130, 256).bfloat16(), case.randn(14, 96, 256).bfloat16()
+    return (
+        kvkern.quantize_fp8(x, granularity=of_a, backend="reference"),
+        kvkern.quantize_fp8(weight, granularity=of_b, backend="reference"),
+    )
+
+
 # The same in other words. Cases here are fp64 over an fp32 cache.
 
 
@@ -391,6 +424,21 @@ def _times_scale(case: _Case) -> Tensor:
     return _flat(*real)
 
 
+def _products_of_real_numbers(case: _Case) -> Tensor:
+    """Dequantised first, by cells."""
+    products = []
+    for of_a, of_b in _SCALE_PAIRS:
+        real = []
+        for (values, scale), name in zip(_matrices(case, of_a, of_b), (of_a, of_b), strict=True):
+            product = values.double()
+            cell = {"tensor": (len(values), 256), "row": (1, 256)}.get(name, _CELLS[name])
+            for part, of_cell in zip(_parts(product, cell), scale.flatten(), strict=True):
+                part *= of_cell
+            real.append(product)
+        products.append((real[0][:, None] * real[1]).sum(-1))
+    return _flat(*products)
+
+
 def _parts(x: Tensor, cell: tuple[int, int]) -> Iterator[Tensor]:
     for rows in x.split(cell[0]):
         yield from rows.split(cell[1], dim=1)
@@ -405,6 +453,7 @@ _OPS: dict[str, Callable[[_Case, str], Tensor]] = {
     "copy_pages": _copy_pages,
     "quantize_fp8": _quantize_fp8,
     "dequantize_fp8": _dequantize_fp8,
+    "scaled_mm": _scaled_mm,
 }
 _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "write_kv": _plain_write_kv,
@@ -415,4 +464,5 @@ _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "copy_pages": _copied_pages,
     "quantize_fp8": _nearest_in_table,
     "dequantize_fp8": _times_scale,
+    "scaled_mm": _products_of_real_numbers,
 }

@@ -24,7 +24,7 @@ _BLOCK_K: tl.constexpr = tl.constexpr(_DEPTH)
 _SWIZZLE: tl.constexpr = tl.constexpr(8)  # rows of tiles side by side in time: they share b in L2
 # sizes of a layer are specialised on; a step's, and strides that hold them, are not
 _OF_A_STEP = (
-    "num_rows", "num_row_tiles", "num_matrices", "num_splits", "splits_depth",
+    "num_rows", "num_all_rows", "num_row_tiles", "num_matrices", "num_splits", "splits_depth",
     "stride_a_matrix", "stride_a_row", "stride_a_depth",
     "stride_scale_a_matrix", "stride_scale_a_row", "stride_scale_a_group",
     "stride_scale_b_matrix", "stride_scale_b_group", "stride_scale_b_column",
@@ -212,8 +212,7 @@ def _scaled(x, of_a, of_b, mask_m, mask_n, CELL_M: tl.constexpr, CELL_N: tl.cons
         return x * (scale * tl.load(of_b))
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_all_rows", "stride_bias",
-                               "stride_out_matrix", "stride_out_row"])  # fmt: skip
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def _sum_splits_kernel(
     partials_ptr,  # fp32 [S, G, M, N]
     bias_ptr,  # [G, N], or None

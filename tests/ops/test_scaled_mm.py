@@ -1,0 +1,568 @@
+"""scaled_mm and fp8_gemm: the product of what the fp8 numbers mean, whatever is scaled by what."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import kvkern
+from kvkern import UnsupportedError, fp8_gemm, quantize_fp8, scaled_mm
+from kvkern.backends import TABLE
+from kvkern.testing.budget import assert_within_budget
+
+BACKENDS = [backend.name for backend in TABLE["scaled_mm"]]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CELLS = {"tensor": (0, 0), "row": (1, 0), "group": (1, 128), "block": (128, 128)}
+SCALINGS = [
+    ("tensor", "tensor"),
+    ("row", "row"),
+    ("group", "block"),
+    ("group", "group"),
+    ("tensor", "row"),
+    ("row", "block"),
+]
+
+
+class Operand:
+    """Rows of fp8 numbers with their scale, and what they mean, in fp64."""
+
+    def __init__(self, x, granularity, dtype=E4M3):
+        self.values, self.scale = quantize_fp8(
+            x, granularity=granularity, dtype=dtype, backend="reference"
+        )
+        self.granularity = granularity
+
+    @property
+    def real(self):
+        scale = self.scale.double()
+        for dim, size in zip((-2, -1), CELLS[self.granularity], strict=True):
+            if size > 1:
+                scale = scale.repeat_interleave(size, dim).narrow(dim, 0, self.values.shape[dim])
+        return self.values.double() * scale
+
+    @property
+    def scale_of_columns(self):
+        return self.scale if self.granularity == "tensor" else self.scale.mT
+
+    def to(self, device):
+        self.values, self.scale = self.values.to(device), self.scale.to(device)
+        return self
+
+
+def operands(m, n, k, scaling, dtypes=(E4M3, E4M3), *, mean=0.0, device="cpu", lead=()):
+    """Rows [*lead, m, k] and weights [*lead, n, k]; rows differ in size, so scales do."""
+    sizes = torch.randint(-3, 4, (*lead, m, 1))
+    x = torch.ldexp(torch.randn(*lead, m, k) + mean, sizes if mean == 0 else torch.zeros(1))
+    w = torch.randn(*lead, n, k) + mean
+    a, b = (
+        Operand(values, granularity, dtype).to(device)
+        for values, granularity, dtype in zip((x, w), scaling, dtypes, strict=True)
+    )
+    return a, b
+
+
+def multiply(a, b, backend, **options):
+    """By the backend, or skip with its reason; those of this project's that it refuses nothing."""
+    try:
+        return scaled_mm(
+            a.values, b.values.mT, a.scale, b.scale_of_columns, backend=backend, **options
+        )
+    except UnsupportedError as error:
+        if backend in ("triton", "reference"):
+            raise
+        pytest.skip(str(error))
+
+
+def assert_right(result, a, b, *, bias=None, **options):
+    exact = a.real @ b.real.mT
+    if bias is not None:
+        exact += bias.double() if bias.ndim == 1 else bias.double()[:, None]
+    rounded = multiply(a, b, "reference", bias=bias, out_dtype=result.dtype, **options)
+    # sums of 128 products are made by the tensor core, which in fp8 keeps some 13 bits
+    by_tensor_core = result.is_cuda and result.dtype == FP32
+    assert_within_budget(result, exact, rounded, eps_of=FP16 if by_tensor_core else None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", SCALINGS, ids=" x ".join)
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
+def test_matches_fp64(scaling, out_dtype, backend, device):
+    a, b = operands(48, 192, 640, scaling, device=device)
+    bias = torch.randn(192, device=device, dtype=out_dtype)
+    result = multiply(a, b, backend, bias=bias, out_dtype=out_dtype)
+    assert result.dtype == out_dtype and result.shape == (48, 192)
+    assert_right(result, a, b, bias=bias)
+    assert_right(multiply(a, b, backend, out_dtype=out_dtype), a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)], ids=str)
+@pytest.mark.parametrize("scaling", [("row", "row"), ("group", "block")], ids=" x ".join)
+def test_both_fp8_dtypes_in_any_mix(dtypes, scaling, backend, device):
+    a, b = operands(20, 64, 256, scaling, dtypes, device=device)
+    assert_right(multiply(a, b, backend), a, b)
+
+
+ODD = [  # each of 1, 7, 63, 127, 129, 1023 as M, as N and as K
+    (1, 7, 129),
+    (7, 63, 1023),
+    (63, 129, 127),
+    (127, 1023, 1),
+    (129, 127, 63),
+    (1023, 1, 7),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "scaling", [("row", "row"), ("group", "block"), ("group", "group")], ids=" x ".join
+)
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_odd_sizes(shape, scaling, backend, device):
+    a, b = operands(*shape, scaling, device=device)
+    assert_right(multiply(a, b, backend, out_dtype=FP32), a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", SCALINGS[:4], ids=" x ".join)
+@pytest.mark.parametrize("m", [1, 16, 130])  # less than a tile, one, more; with few, K is split
+def test_long_sums_with_few_rows_are_right_and_repeat(m, scaling, backend, device):
+    a, b = operands(m, 144, 1280, scaling, device=device)
+    first = multiply(a, b, backend, out_dtype=FP32)
+    assert_right(first, a, b)
+    for _ in range(5 if first.is_cuda else 1):
+        assert torch.equal(multiply(a, b, backend, out_dtype=FP32), first)
+
+
+def test_few_rows_of_a_long_sum_are_split(device):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kvkern.kernels.device import Gpu
+    from kvkern.kernels.scaled_mm import choose_tiles
+
+    gpu = Gpu(90, 132)
+    assert choose_tiles(1, 2112, 7168, 1, gpu).num_splits > 4
+    assert choose_tiles(64, 7168, 16384, 1, gpu).num_splits > 1
+    assert choose_tiles(16, 24576, 1536, 1, gpu).num_splits == 1  # tiles fill the card
+    assert choose_tiles(4096, 2112, 7168, 1, gpu).num_splits == 1
+    assert choose_tiles(1, 2112, 100, 1, gpu).num_splits == 1
+    assert choose_tiles(1, 128, 7168, 1, gpu, can_split=False).num_splits == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", [("row", "row"), ("group", "block")], ids=" x ".join)
+def test_exact_sums_of_numbers_with_a_mean_have_no_bias(scaling, backend, device):
+    """A tensor core's fp8 accumulator would lose some percent of such sums."""
+    a, b = operands(16, 64, 16384, scaling, mean=0.25, device=device)
+    result = multiply(a, b, backend, out_dtype=FP32)
+    exact = a.real @ b.real.mT
+    assert abs(((result.double() - exact) / exact).mean()) < 1e-3
+    assert_right(multiply(a, b, backend), a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", [("tensor", "tensor"), ("row", "row")], ids=" x ".join)
+def test_fast_sums_are_close(scaling, backend, device):
+    a, b = operands(40, 192, 1024, scaling, device=device)
+    result = multiply(a, b, backend, accumulation="fast", out_dtype=FP32)
+    exact = a.real @ b.real.mT
+    assert (result.double() - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_groups_are_exact_even_if_fast_would_do(backend, device):
+    a, b = operands(40, 192, 1024, ("group", "block"), device=device)
+    assert_right(multiply(a, b, backend, accumulation="fast"), a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", [("tensor", "tensor"), ("group", "block")], ids=" x ".join)
+def test_results_beyond_fp16_are_fp32_all_the_way(scaling, backend, device):
+    a, b = operands(33, 64, 128, scaling, device=device)
+    a.scale *= 2.0**30
+    result = multiply(a, b, backend, out_dtype=FP32)
+    assert result.abs().max() > 1e9 and result.isfinite().all()
+    assert_right(result, a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("k", [128, 100, 384])
+def test_every_scale_goes_with_every_other(k, backend, device):
+    """With K <= 128 most shapes read in two ways."""
+    for m, n in ((32, 144), (1, 144), (32, 1)):
+        for scaling in [(one, other) for one in list(CELLS)[:3] for other in CELLS]:
+            a, b = operands(m, n, k, scaling, device=device)
+            assert_right(multiply(a, b, backend, out_dtype=FP32), a, b)
+
+
+EMPTY = [(0, 5, 7), (3, 0, 7), (3, 5, 0), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", SCALINGS, ids=" x ".join)
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
+def test_empty_dims(shape, scaling, backend, device):
+    m, n, k = shape
+    a, b = operands(m, n, k, scaling, device=device)
+    result = multiply(a, b, backend)
+    assert result.shape == (m, n) and (result == 0).all()
+    bias = torch.randn(n, device=device)
+    result = multiply(a, b, backend, bias=bias, out_dtype=FP32)
+    assert torch.equal(result, bias.expand(m, n))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", [("row", "row"), ("group", "block")], ids=" x ".join)
+@pytest.mark.parametrize("k", [256, 250])
+def test_nan_and_infinity_are_those_of_the_real_sum(k, scaling, backend, device):
+    a, b = operands(20, 32, k, scaling, (E5M2, E4M3), device=device)
+    codes_a, codes_b = a.values.view(torch.uint8), b.values.view(torch.uint8)
+    codes_a[3, 7], codes_a[4, k - 1], codes_a[5, 0] = 0x7C, 0xFC, 0x7F  # inf, -inf, NaN
+    codes_a[6, 9], codes_b[2, 9], codes_b[9, 1] = 0x7C, 0, 0xFF  # inf * 0 is NaN
+    exact = a.real @ b.real.mT
+    assert exact.isinf().any() and exact.isnan().any() and exact.isfinite().any()
+    assert_right(multiply(a, b, backend), a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batched_matrices(backend, device):
+    a, b = operands(10, 128, 256, ("group", "block"), lead=(3,), device=device)
+    bias = torch.randn(3, 128, device=device)
+    assert_right(multiply(a, b, backend), a, b)
+    assert_right(multiply(a, b, backend, bias=bias, out_dtype=FP32), a, b, bias=bias)
+    a, b = operands(10, 96, 250, ("row", "row"), lead=(3,), device=device)
+    assert_right(multiply(a, b, backend, bias=bias[0, :96]), a, b, bias=bias[0, :96])
+    a, b = operands(10, 96, 250, ("tensor", "row"), lead=(3,), device=device)
+    assert_right(multiply(a, b, backend), a, b)
+    of_each = torch.rand(3, 1, 1, device=device) + 0.5
+    result = scaled_mm_or_skip(a.values, b.values.mT, of_each, b.scale.mT, backend=backend)
+    exact = (a.values.double() * of_each) @ b.real.mT
+    assert_within_budget(result, exact, exact.to(BF16))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_are_absorbed_into_a_packed_query(backend, device):
+    """[T, H, D] by [H, D, L] into the first columns of [T, H, L + R]."""
+    tokens, heads, depth, latent, rope = 5, 4, 128, 96, 32
+    a, b = operands(tokens, latent, depth, ("row", "row"), lead=(heads,), device=device)
+    q = a.values.view(torch.uint8).transpose(0, 1).contiguous().view(E4M3).transpose(0, 1)
+    packed = torch.full((tokens, heads, latent + rope), 7.0, dtype=BF16, device=device)
+    out = packed[..., :latent].transpose(0, 1)
+    result = scaled_mm_or_skip(q, b.values.mT, a.scale, b.scale.mT, out=out, backend=backend)
+    assert result is out and (packed[..., latent:] == 7).all()
+    assert_right(result, a, b)
+
+
+def scaled_mm_or_skip(*arguments, backend, **options):
+    try:
+        return scaled_mm(*arguments, backend=backend, **options)
+    except UnsupportedError as error:
+        if backend in ("triton", "reference"):
+            raise
+        pytest.skip(str(error))
+
+
+COUNTS = [0, 5, 0, 1, 130, 0, 24, 0]  # rows of experts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", [*SCALINGS[1:4], ("tensor", "row")], ids=" x ".join)
+@pytest.mark.parametrize("padding", [0, 3, 140])
+def test_rows_go_to_their_experts_and_padding_is_zero(scaling, padding, backend, device):
+    num_rows, n, k = sum(COUNTS) + padding, 128, 200
+    a = Operand(torch.randn(num_rows, k), scaling[0]).to(device)
+    b = Operand(torch.randn(len(COUNTS), n, k), scaling[1]).to(device)
+    a.values.view(torch.uint8)[sum(COUNTS) :] = 0x7F  # NaN
+    bias = torch.randn(len(COUNTS), n, device=device)
+    ends = torch.tensor([0, *COUNTS]).cumsum(0)
+    offsets = ends.to(torch.int32).to(device)
+    result = scaled_mm_or_skip(
+        a.values, b.values.mT, a.scale, b.scale.mT,
+        row_offsets=offsets, bias=bias, out_dtype=FP32, backend=backend,
+    )  # fmt: skip
+    exact = torch.zeros(num_rows, n, dtype=torch.float64, device=device)
+    for expert, (start, end) in enumerate(itertools.pairwise(ends)):
+        exact[start:end] = a.real[start:end] @ b.real[expert].mT + bias[expert].double()
+    assert (result[ends[-1] :] == 0).all()
+    assert_within_budget(result, exact, exact.float(), eps_of=FP16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_expert_has_rows(backend, device):
+    a, b = Operand(torch.randn(5, 64), "row").to(device), Operand(torch.randn(3, 16, 64), "row")
+    b.to(device)
+    offsets = torch.zeros(4, dtype=torch.int32, device=device)
+    result = scaled_mm_or_skip(
+        a.values, b.values.mT, a.scale, b.scale.mT, row_offsets=offsets, backend=backend
+    )
+    assert result.shape == (5, 16) and (result == 0).all()
+
+
+def laid_out(x, layout):
+    """The same numbers at other strides."""
+    if layout == "rows":
+        return x.contiguous()
+    if layout == "columns":
+        return x.T.contiguous().T
+    wide = torch.zeros(2 * x.shape[0], 3 * x.shape[1], dtype=torch.uint8, device=x.device)
+    view = wide[1::2, 1::3]
+    view.copy_(x.view(torch.uint8))
+    return view.view(x.dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout_a", ["rows", "columns", "spread"])
+@pytest.mark.parametrize("layout_b", ["rows", "columns", "spread"])
+def test_strides_change_nothing(layout_a, layout_b, backend, device):
+    a, b = operands(18, 80, 208, ("group", "group"), device=device)
+    scales = a.scale.T.contiguous().T, b.scale.mT.contiguous()
+    out = torch.full((18, 100), 7.0, dtype=FP16, device=device)[:, 3:83]
+    result = scaled_mm_or_skip(
+        laid_out(a.values, layout_a), laid_out(b.values.mT, layout_b), *scales,
+        out=out, out_dtype=FP16, backend=backend,
+    )  # fmt: skip
+    assert result is out
+    assert_right(result, a, b)
+    assert (out._base[:, :3] == 7).all() and (out._base[:, 83:] == 7).all()
+
+
+def test_rows_far_apart_are_addressed_in_64_bits(device):
+    num_bytes = 2**31 + 4096
+    far = torch.from_numpy(np.zeros(num_bytes, np.uint8))  # takes memory where it is written to
+    if device == "cuda":
+        far = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    a, b = operands(2, 16, 128, ("tensor", "tensor"), device=device)
+    rows = far.view(E4M3).as_strided((2, 128), (2**31, 1))
+    rows.view(torch.uint8).copy_(a.values.view(torch.uint8))
+    a.values = rows
+    assert_right(multiply(a, b, "triton"), a, b)
+
+
+def test_another_number_of_rows_compiles_nothing_new():
+    """But for the tile, which has a few sizes: integers that vary are not specialised on."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kvkern.kernels import scaled_mm as kernels
+    from kvkern.kernels.device import Gpu
+
+    gpu = Gpu(90, 132)
+
+    def empty(*shape, dtype=FP32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def variant(call):
+        _, arguments, options = call
+        numbers = {
+            name: value
+            for name, value in arguments.items()
+            if name not in kernels._OF_A_STEP and not isinstance(value, torch.Tensor)
+        }
+        return repr((numbers, options))
+
+    def variants(num_rows, cells, num_matrices, depth):
+        a, b = empty(num_matrices, num_rows, depth, dtype=E4M3), empty(1, 512, depth, dtype=E4M3)
+        b = b.expand(num_matrices, -1, -1).mT
+        scales = empty(num_matrices, num_rows, 4), empty(num_matrices, 4, 512)
+        out = empty(num_matrices, num_rows, 512, dtype=BF16)
+        tiles = kernels._tiles_for(a, b, cells[1], None, gpu)
+        if tiles.num_splits > 1:
+            out = empty(tiles.num_splits, *out.shape)
+            yield variant(kernels._sum_call(out, None, out[0]))
+        yield variant(
+            kernels._product_call(a, b, *scales, *cells, None, None, True, out, tiles, gpu)
+        )
+
+    for cells in (((1, 0), (0, 1)), ((1, 128), (128, 128))):
+        for num_matrices, depth in ((1, 4096), (1, 500), (16, 512)):
+            met = set()
+            for num_rows in [*range(1, 300), 1023, 1024, 4096, 5000]:
+                met |= set(variants(num_rows, cells, num_matrices, depth))
+            assert len(met) <= 5, met  # 16, 32, 64 and 128 rows; the sum of splits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", SCALINGS[:4], ids=" x ".join)
+@pytest.mark.parametrize("m", [4, 200])
+def test_calls_again_and_graph_replays_read_new_numbers(m, scaling, backend):
+    sets = [operands(m, 256, 2048, scaling, device="cuda") for _ in range(3)]
+    bias = torch.randn(256, device="cuda", dtype=BF16)
+    for a, b in sets:
+        assert_right(multiply(a, b, backend, bias=bias), a, b, bias=bias)
+    a, b = sets[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = multiply(a, b, backend, bias=bias)
+    for mine, other in zip((a, b), sets[1], strict=True):
+        mine.values.copy_(other.values)
+        mine.scale.copy_(other.scale)
+    graph.replay()
+    assert torch.equal(result, multiply(a, b, backend, bias=bias))
+    assert_right(result, a, b, bias=bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grouped_calls_replay_with_other_counts(backend):
+    a = Operand(torch.randn(100, 256), "group").to("cuda")
+    b = Operand(torch.randn(4, 128, 256), "block").to("cuda")
+    offsets = torch.tensor([0, 25, 50, 75, 100], dtype=torch.int32, device="cuda")
+    given = (a.values, b.values.mT, a.scale, b.scale.mT)
+    scaled_mm_or_skip(*given, row_offsets=offsets, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = scaled_mm(*given, row_offsets=offsets, backend=backend)
+    offsets.copy_(torch.tensor([0, 0, 3, 90, 91]))
+    graph.replay()
+    expected = scaled_mm(*given, row_offsets=offsets, backend="reference")
+    assert (result[91:] == 0).all()
+    assert_within_budget(result, expected.double(), expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("x_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 24, 100), (33, 70, 129)], ids=str)
+def test_fp8_gemm_quantises_floats_itself(shape, x_dtype, backend, device):
+    m, n, k = shape
+    a, b = (torch.randn(size, device=device).to(x_dtype) for size in ((m, k), (k, n)))
+    result = fp8_gemm(a, b, backend=backend)
+    exact = a.double() @ b.double()
+    assert result.dtype == FP16 and result.shape == (m, n)
+    error = (result.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < 0.06  # two roundings to 4 bits of mantissa
+    right = Operand(b.T.contiguous(), "row").to(device)
+    mixed = fp8_gemm(a, right.values.T, b_scale=right.scale.T, backend=backend)
+    assert_within_budget(mixed, result.double(), result)
+    unscaled = fp8_gemm(right.values, right.values.T, output_dtype=FP32, backend=backend)
+    exact = right.values.double() @ right.values.double().T
+    assert_within_budget(unscaled, exact, exact.float(), eps_of=FP16)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_fp8_gemm_of_nothing_is_zero(backend, device):
+    a, b = torch.zeros(3, 0, device=device), torch.zeros(0, 5, device=device)
+    assert torch.equal(fp8_gemm(a, b, backend=backend).cpu(), torch.zeros(3, 5, dtype=FP16))
+    a, b = a.to(E4M3), b.to(E4M3)
+    assert torch.equal(fp8_gemm(a, b, backend=backend).cpu(), torch.zeros(3, 5, dtype=FP16))
+
+
+A, B = torch.zeros(4, 256).to(E4M3), torch.zeros(300, 256).to(E4M3).T
+ONE = torch.ones(1)
+EXPERTS, OFFSETS = B.expand(3, -1, -1), torch.zeros(4, dtype=torch.int32)
+MISTAKES = {
+    "numbers that are not fp8": (
+        lambda: scaled_mm(A.float(), B, ONE, ONE),
+        kvkern.UnsupportedDtypeError,
+        r"a: want float8_e4m3fn or float8_e5m2, got torch.float32",
+    ),
+    "weights that are not transposed": (
+        lambda: scaled_mm(A, B.T, ONE, ONE),
+        kvkern.ShapeMismatchError,
+        r"b: want \[K=256, N=any\], got \[300, 256\]",
+    ),
+    "no tensor": (
+        lambda: scaled_mm(A, None, ONE, ONE),
+        kvkern.UnsupportedDtypeError,
+        r"b: want a tensor, got NoneType",
+    ),
+    "a number for a scale": (
+        lambda: scaled_mm(A, B, 1.0, ONE),
+        kvkern.UnsupportedDtypeError,
+        r"scale_a: want a tensor, got float",
+    ),
+    "scales in bf16": (
+        lambda: scaled_mm(A, B, ONE.bfloat16(), ONE),
+        kvkern.UnsupportedDtypeError,
+        r"scale_a: want float32, got torch.bfloat16",
+    ),
+    "scales of a that fit nothing": (
+        lambda: scaled_mm(A, B, torch.ones(4, 3), ONE),
+        kvkern.ShapeMismatchError,
+        r"scale_a: want \[1\] or \[1, 1\] or \[4, 1\] or \[4, 2\], got \[4, 3\]",
+    ),
+    "scales of b that are not transposed": (
+        lambda: scaled_mm(A, B, ONE, torch.ones(3, 2)),
+        kvkern.ShapeMismatchError,
+        r"scale_b: want \[1\] or \[1, 1\] or \[1, 300\] or \[2, 3\] or \[2, 300\], got \[3, 2\]",
+    ),
+    "one matrix for several": (
+        lambda: scaled_mm(A.expand(2, -1, -1), B, ONE, ONE),
+        kvkern.ShapeMismatchError,
+        r"b: want \[G=2, K=256, N=any\], got \[256, 300\]",
+    ),
+    "scales of another number of matrices": (
+        lambda: scaled_mm(A.expand(2, -1, -1), B.expand(2, -1, -1), ONE, torch.ones(3, 1, 300)),
+        kvkern.ShapeMismatchError,
+        r"scale_b: want \[1\] or \[2, 1, 1\] or \[2, 1, 300\] or .*, got \[3, 1, 300\]",
+    ),
+    "offsets of another number of experts": (
+        lambda: scaled_mm(A, EXPERTS, ONE, ONE, row_offsets=OFFSETS[:3]),
+        kvkern.ShapeMismatchError,
+        r"row_offsets: want \[E\+1=4\], got \[3\]",
+    ),
+    "offsets in int64": (
+        lambda: scaled_mm(A, EXPERTS, ONE, ONE, row_offsets=OFFSETS.long()),
+        kvkern.UnsupportedDtypeError,
+        r"row_offsets: want int32, got torch.int64",
+    ),
+    "offsets for one matrix": (
+        lambda: scaled_mm(A, B, ONE, ONE, row_offsets=OFFSETS),
+        kvkern.ShapeMismatchError,
+        r"b: want \[E=any, K=256, N=any\], got \[256, 300\]",
+    ),
+    "a bias of rows": (
+        lambda: scaled_mm(A, B, ONE, ONE, bias=torch.ones(4)),
+        kvkern.ShapeMismatchError,
+        r"bias: want \[N=300\], got \[4\]",
+    ),
+    "a result in fp8": (
+        lambda: scaled_mm(A, B, ONE, ONE, out_dtype=E4M3),
+        kvkern.ArgumentError,
+        r"out_dtype: want bfloat16, float16 or float32, got torch.float8_e4m3fn",
+    ),
+    "no such accumulation": (
+        lambda: scaled_mm(A, B, ONE, ONE, accumulation="slow"),
+        kvkern.ArgumentError,
+        r"accumulation: want exact or fast, got 'slow'",
+    ),
+    "an output of another dtype": (
+        lambda: scaled_mm(A, B, ONE, ONE, out=torch.zeros(4, 300)),
+        kvkern.UnsupportedDtypeError,
+        r"out: want bfloat16, got torch.float32",
+    ),
+    "an output of columns": (
+        lambda: scaled_mm(A, B, ONE, ONE, out=torch.zeros(300, 4, dtype=BF16).T),
+        kvkern.LayoutError,
+        r"out: want a contiguous last dim, got strides \[1, 4\]",
+    ),
+    "fp64 by a kernel": (
+        lambda: scaled_mm(A, B, ONE, ONE, out_dtype=torch.float64, backend="triton"),
+        UnsupportedError,
+        r"fp64 is for the reference",
+    ),
+    "a scale of what is quantised": (
+        lambda: fp8_gemm(A.float(), B, a_scale=ONE),
+        kvkern.ArgumentError,
+        r"a_scale: want None for a in torch.float32, quantised here",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, error, message", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_say_what_to_change(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_reference_in_fp64_is_the_sum_in_loops():
+    a, b = operands(3, 5, 140, ("group", "block"))
+    result = multiply(a, b, "reference", out_dtype=torch.float64)
+    for row in range(3):
+        for column in range(5):
+            terms = [
+                float(a.values[row, k].float()) * float(a.scale[row, k // 128])
+                * float(b.values[column, k].float()) * float(b.scale[0, k // 128])
+                for k in range(140)
+            ]  # fmt: skip
+            assert result[row, column].item() == pytest.approx(math.fsum(terms), rel=1e-6)
