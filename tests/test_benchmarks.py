@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import cases, peers, plot, run
 from benchmarks.cases import CASES, Case, Model, log_normal_lens, make_step
+from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
 from kvkern import explain, mla_decode, mla_prefill, write_kv
 from kvkern.reference.mla_decode import attend
 from kvkern.testing.timing import Timing, copy_bandwidth, host_us, matmul_rate, time_us
@@ -119,7 +120,7 @@ def test_every_case_has_a_format_and_a_name_of_its_own():
         assert case.cache_format.row_bytes > 0 and case.num_bytes > 0
         assert case.seq_lens.shape == (case.num_requests,) and case.num_requests >= 1
         assert case.seq_lens.min() >= case.query_len
-    assert {case.op for case in CASES} == set(peers._PEERS)
+    assert {case.op for case in (*CASES, *MATMUL_CASES)} == set(peers._PEERS)
 
 
 def test_decode_cases_hold_each_kind_that_is_compared():
@@ -144,6 +145,39 @@ def test_decode_cases_hold_each_kind_that_is_compared():
     for name in ("fp8_ds_mla", "fp8_token"):
         few_heads = [case for case in decode if case.format == name and case.model.num_heads == 16]
         assert len(few_heads) == 3
+
+
+TINY_PRODUCTS = tuple(MatmulCase(scaling, 5, 272, 384) for scaling in ("tensor", "row", "block"))
+
+
+def test_work_of_a_product_is_counted_by_hand():
+    case = MatmulCase("block", 64, 2112, 7168)
+    scales = 4 * 56 * (64 + 17)
+    assert case.num_bytes == 64 * 7168 + 2112 * 7168 + 2 * 64 * 2112 + scales
+    assert case.num_flops == 2 * 64 * 2112 * 7168
+    assert case.name == "scaled_mm-deepseek_v3-block-M64-N2112-K7168"
+    assert len({case.name for case in MATMUL_CASES}) == len(MATMUL_CASES)
+
+
+@pytest.mark.parametrize("case", TINY_PRODUCTS, ids=lambda case: case.scaling)
+def test_products_are_checked_and_stand_beside_torchs(case, monkeypatch):
+    (row, *others) = run.measure(case, MACHINE, fake_clock, device="cpu", with_peers=True)
+    assert row["error"] is None and row["us"] == 10.0 and row["checked"]
+    names = {other["implementation"] for other in others}
+    assert "torch_bf16" in names and (case.scaling == "block" or "torch_fast" in names)
+    assert all(other["error"] is None for other in others)
+    step = MatmulStep(case, "cpu")
+    wrong = step.kvkern().call()
+    wrong[4, 271] = 0
+    with pytest.raises(AssertionError, match="budget"):
+        step.check(wrong)
+
+
+def test_bias_of_sums_that_are_cut_off_is_told():
+    step = MatmulStep(TINY_PRODUCTS[0], "cpu")
+    right = step.kvkern().call()
+    assert abs(step.bias_of(right)) < 1e-3
+    assert step.bias_of(right * 0.98) == pytest.approx(-0.02, abs=2e-3)
 
 
 RIGHT = {"write_kv": write_kv, "mla_decode": mla_decode, "mla_prefill": mla_prefill}
