@@ -178,8 +178,28 @@ def _torch_matmul_refuses_call(call: MatmulCall) -> str | None:
         return f"takes N and K that are multiples of 16, got {call.num_columns} and {call.depth}"
     if call.cell_a[1] and call.depth % 128:
         return f"takes K that is a multiple of 128 with groups, got {call.depth}"
+    if call.cell_b == (128, 128) and (call.depth % 512 or call.num_columns % 128):
+        return (
+            "takes K that is a multiple of 512 and N that is one of 128 with blocks, got "
+            f"{call.depth} and {call.num_columns}"
+        )
     if call.bias_dtype is not None and call.bias_dtype != call.out_dtype:
         return f"takes a bias in out's dtype {call.out_dtype}, got {call.bias_dtype}"
+    return None
+
+
+def _hopper_matmul_refuses_call(call: MatmulCall) -> str | None:
+    if call.is_grouped:
+        return "takes no row_offsets"
+    if call.depth == 0:
+        return "takes K > 0"
+    if call.cell_b == (128, 1):
+        return "takes scales of 128 x 128 beside groups of a's, got 128 x 1"
+    if not (call.a_is_aligned and call.b_is_aligned and call.out_is_aligned):
+        return (
+            "takes a and out of contiguous rows and b of contiguous columns (weight.t()), which "
+            "begin at multiples of 16 bytes"
+        )
     return None
 
 
@@ -262,6 +282,13 @@ TABLE: dict[str, tuple[Backend, ...]] = {
     "quantize_fp8": _row("quantize_fp8", "quantize_fp8"),
     "dequantize_fp8": _row("quantize_fp8", "dequantize_fp8"),
     "scaled_mm": (
+        Backend(
+            "hopper",
+            "kvkern.kernels.hopper.scaled_mm:scaled_mm",
+            _hopper_refuses,
+            ("cuda",),
+            _hopper_matmul_refuses_call,
+        ),
         *_row("scaled_mm", "scaled_mm"),
         Backend(
             "torch",

@@ -123,13 +123,18 @@ class _MovedDescriptor:
 
     padding, round_f32_to_tf32 = "zero", False
 
-    def __init__(self, descriptor: Any) -> None:
-        self.base = _Address(descriptor.base.data_ptr())
+    def __init__(self, descriptor: Any, address: int) -> None:
+        self.base = _Address(address)
         self.shape, self.strides = descriptor.shape, descriptor.strides
 
 
+def moved(descriptor: Any, address: int) -> Any:
+    """The descriptor of a like tensor that begins at ``address``."""
+    return _MovedDescriptor(descriptor, address)
+
+
 def _without_tensor(number: int, descriptor: Any) -> list[Any]:
-    return [_MovedDescriptor(descriptor)]
+    return [moved(descriptor, descriptor.base.data_ptr())]
 
 
 class _Launcher(NamedTuple):

@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
-from kvkern.kernels.launch import launch
+from kvkern.kernels.launch import Launch, launch
 from kvkern.kernels.numerics import INTERPRET, decode_e4m3, decode_e5m2, round_to
 from kvkern.kernels.paging import power_of_two
 
@@ -226,8 +227,11 @@ def _sum_splits_kernel(
     stride_out_row,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # whether it may start while parts are still being written
 ):
     """One tile of all matrices' rows; splits are added in order, so results repeat bitwise."""
+    if IS_EARLY:
+        gdc_wait()
     column_tiles = tl.cdiv(num_columns, BLOCK_N)
     row = tl.program_id(0) // column_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -315,8 +319,7 @@ def scaled_mm(
     partials = torch.empty(shape, dtype=torch.float32, device=out.device)
     grid, arguments, options = _product_call(*of_product, None, is_exact, partials, tiles, gpu)
     multiply = launch(_scaled_mm_kernel, grid, arguments, options, out.device, num_varying=7)
-    grid, arguments, options = _sum_call(partials, bias, out)
-    add = launch(_sum_splits_kernel, grid, arguments, options, out.device, num_varying=3)
+    add = sum_splits(partials, bias, out)
     if multiply is None or add is None:
         return None
 
@@ -425,8 +428,19 @@ def _strides(name: str, x: Tensor, *dims: str) -> dict[str, int]:
     return {f"stride_{name}_{dim}": stride for dim, stride in zip(dims, x.stride(), strict=True)}
 
 
+def sum_splits(
+    partials: Tensor, bias: Tensor | None, out: Tensor, *, is_early: bool = False
+) -> Launch | None:
+    """Fill ``out`` ``[G, M, N]`` from partial sums, fp32 ``[S, G, M, N]``.
+
+    ``is_early``: they come from a kernel before this that lets its dependents start.
+    """
+    grid, arguments, options = _sum_call(partials, bias, out, is_early)
+    return launch(_sum_splits_kernel, grid, arguments, options, out.device, num_varying=3)
+
+
 def _sum_call(
-    partials: Tensor, bias: Tensor | None, out: Tensor
+    partials: Tensor, bias: Tensor | None, out: Tensor, is_early: bool = False
 ) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
     num_matrices, num_rows, num_columns = out.shape
     columns = min(max(power_of_two(num_columns), 16), 256)
@@ -443,9 +457,11 @@ def _sum_call(
         "stride_out_row": out.stride(1),
         "BLOCK_M": 4,
         "BLOCK_N": columns,
+        "IS_EARLY": is_early,
     }
     num_tiles = triton.cdiv(num_matrices * num_rows, 4) * triton.cdiv(num_columns, columns)
-    return (num_tiles,), arguments, {"num_warps": 2, "enable_fp_fusion": True}
+    options = {"num_warps": 2, "enable_fp_fusion": True}
+    return (num_tiles,), arguments, {**options, "launch_pdl": True} if is_early else options
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:

@@ -269,5 +269,5 @@ def _is_aligned(x: Tensor) -> bool:
         x.data_ptr() % _ALIGNMENT == 0
         and (num_columns == 1 or x.stride(2) == 1)
         and (num_rows == 1 or (of_row % _ALIGNMENT == 0 and x.stride(1) >= num_columns))
-        and (num_matrices == 1 or of_matrix % _ALIGNMENT == 0)
+        and (num_matrices == 1 or (of_matrix % _ALIGNMENT == 0 and of_matrix > 0))
     )

@@ -403,7 +403,7 @@ def test_calls_again_and_graph_replays_read_new_numbers(m, scaling, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 def test_grouped_calls_replay_with_other_counts(backend):
     a = Operand(torch.randn(100, 256), "group").to("cuda")
     b = Operand(torch.randn(4, 128, 256), "block").to("cuda")

@@ -11,12 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 copy_values = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
+    torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
 }
 
 
@@ -35,7 +38,18 @@ def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(block), layout)
 
 
+def matrix_descriptor(matrices: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """The same of ``[G, N, K]``, whose rows begin at multiples of 16 bytes: boxes of one matrix."""
+    strides = [*matrices.stride()[:2], 1]
+    for dim in (1, 0):  # of a dim of one it may be anything, but for the TMA
+        if matrices.shape[dim] == 1:
+            strides[dim] = strides[dim + 1] * matrices.shape[dim + 1] + 15 & ~15
+    box = (1, *block)
+    layout = _default_layout(box, matrices.dtype)
+    return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
+
+
 @lru_cache
-def _default_layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Remembered, as to find it takes longer than the rest of a descriptor."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

@@ -1,0 +1,663 @@
+"""scaled_mm: out = sum over groups of 128 of K of (a @ b) * scale_a * scale_b, + bias; by wgmma.
+
+A program takes every num_programs-th tile of ``out``, or part of K of one. One warp fetches steps
+of 128 of K by TMA into a ring of STAGES; two warpgroups multiply, each one half of the tile's rows,
+64 at a time. Where sums are exact, or scales change along K, the product of a step leaves the
+tensor core, whose accumulator keeps some 13 bits, and is added in fp32.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from kvkern.kernels.config import KernelConfig, config_of_call, spills
+from kvkern.kernels.device import gpu_of
+from kvkern.kernels.hopper.compat import (
+    copy_values,
+    load_tile,
+    matrix_descriptor,
+    store_tile,
+    view_tile,
+)
+from kvkern.kernels.hopper.paging import make_barriers
+from kvkern.kernels.launch import Launch, launch, moved
+from kvkern.kernels.scaled_mm import sum_splits
+
+BLOCK_K: gl.constexpr = gl.constexpr(128)
+_WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
+# sizes of a layer are specialised on; a step's, and strides that hold them, are not
+_OF_A_STEP = [
+    "num_rows", "num_matrices", "num_splits", "stride_scale_a_matrix", "stride_scale_a_row",
+    "stride_scale_a_group", "stride_scale_b_matrix", "stride_scale_b_group",
+    "stride_scale_b_column", "stride_bias",
+]  # fmt: skip
+
+
+@gluon.jit
+def _pin(x):
+    """``x``, computed here: LLVM would put it off, and hold what it is made of in registers."""
+    return gl.inline_asm_elementwise(
+        "// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _place(unit, tiles_m, tiles_n, num_splits, steps, BAND: gl.constexpr):
+    """Matrix, tile and steps of a unit: bands of row tiles, each column after column."""
+    tile = unit // num_splits
+    split = unit % num_splits
+    matrix = tile // (tiles_m * tiles_n)
+    tile = tile % (tiles_m * tiles_n)
+    first = tile // (BAND * tiles_n) * BAND
+    in_band = tile % (BAND * tiles_n)
+    band_rows = gl.minimum(tiles_m - first, BAND)
+    first_step = split * steps // num_splits
+    end_step = (split + 1) * steps // num_splits
+    return matrix, first + in_band % band_rows, in_band // band_rows, split, first_step, end_step
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
+def _fetch(
+    a,
+    b,
+    factors_a,
+    factors_b,
+    full,
+    empty,
+    a_desc,
+    b_desc,
+    scale_a_ptr,
+    scale_b_ptr,
+    num_rows,
+    num_columns,
+    depth,
+    num_matrices,
+    num_splits,
+    stride_scale_a_matrix,
+    stride_scale_a_row,
+    stride_scale_a_group,
+    stride_scale_b_matrix,
+    stride_scale_b_group,
+    stride_scale_b_column,
+    BAND: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,
+):
+    """The warp that fills the ring; scales of a step come beside its operands."""
+    STAGES: gl.constexpr = a.shape[0]
+    BLOCK_M: gl.constexpr = a.shape[2]
+    BLOCK_N: gl.constexpr = b.shape[2]
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    COPIES: gl.constexpr = factors_b.shape[1]  # of a scale that all rows share
+    tiles_m = gl.cdiv(num_rows, BLOCK_M)
+    tiles_n = gl.cdiv(num_columns, BLOCK_N)
+    steps = gl.cdiv(depth, BLOCK_K)
+    num_units = num_matrices * tiles_m * tiles_n * num_splits
+    stage = 0
+    phase = 1
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        matrix, m, n, _, first_step, end_step = _place(
+            unit, tiles_m, tiles_n, num_splits, steps, BAND
+        )
+        if HAS_GROUPS:
+            row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
+            of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
+            of_a += first_step.to(gl.int64) * stride_scale_a_group
+            of_a += row.to(gl.int64) * stride_scale_a_row
+            of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
+            of_b += first_step.to(gl.int64) * stride_scale_b_group
+            of_b += (n * BLOCK_N // 128).to(gl.int64) * stride_scale_b_column
+            of_b += gl.zeros([COPIES], gl.int32, LANES)
+        for step in range(first_step, end_step):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, a.index(stage))
+            load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
+            if HAS_GROUPS:
+                copy_values(factors_a.index(stage), of_a)
+                copy_values(factors_b.index(stage), of_b)
+                of_a += stride_scale_a_group
+                of_b += stride_scale_b_group
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _sum_in_tensor_core(
+    acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST: gl.constexpr
+):
+    """Products of all steps into the accumulators; a step is let go when the next is under way."""
+    STAGES: gl.constexpr = a.shape[0]
+    BLOCK_M: gl.constexpr = a.shape[2]
+    BLOCK_N: gl.constexpr = b.shape[2]
+    HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
+    for step in range(num_steps):
+        mbarrier.wait(full.index(stage), phase)
+        rows = _as_matrix(a.index(stage), BLOCK_M)
+        columns = _as_matrix(b.index(stage), BLOCK_N).permute((1, 0))
+        acc = warpgroup_mma(rows.slice(FIRST, _WAVE, dim=0), columns, acc, is_async=True)
+        if HAS_TWO:
+            acc_2 = warpgroup_mma(
+                rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns, acc_2, is_async=True
+            )
+            acc, acc_2 = warpgroup_mma_wait(2, deps=(acc, acc_2))
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+        last = gl.where(stage == 0, STAGES - 1, stage - 1)
+        mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
+        stage, phase = _next(stage, phase, STAGES)
+    if HAS_TWO:
+        acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    last = gl.where(stage == 0, STAGES - 1, stage - 1)
+    mbarrier.arrive(empty.index(last), count=1, pred=num_steps > 0)
+    return acc, acc_2, stage, phase
+
+
+@gluon.jit
+def _sum_in_registers(
+    acc,
+    acc_2,
+    a,
+    b,
+    factors_a,
+    factors_b,
+    full,
+    empty,
+    num_steps,
+    stage,
+    phase,
+    FIRST: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,
+):
+    """The product of each step, times its scales, added in fp32."""
+    STAGES: gl.constexpr = a.shape[0]
+    BLOCK_M: gl.constexpr = a.shape[2]
+    BLOCK_N: gl.constexpr = b.shape[2]
+    HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    for _ in range(num_steps):
+        mbarrier.wait(full.index(stage), phase)
+        factor = 1.0
+        factor_2 = 1.0
+        if HAS_GROUPS:  # pinned, so that they are loaded before the product is begun
+            of_b = _pin(factors_b.index(stage).load(OF_ROW))
+            factor = _pin(factors_a.index(stage).slice(FIRST, _WAVE).load(OF_ROW))
+            if HAS_TWO:
+                factor_2 = _pin(factors_a.index(stage).slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
+        rows = _as_matrix(a.index(stage), BLOCK_M)
+        columns = _as_matrix(b.index(stage), BLOCK_N).permute((1, 0))
+        part = _product(rows.slice(FIRST, _WAVE, dim=0), columns)
+        if HAS_TWO:
+            if HAS_GROUPS:
+                part *= gl.expand_dims(_pin(factor) * of_b, 1)
+            acc = _pin(acc + part)
+            # passes at once; ptxas begins no product before it that it lacks the registers for
+            mbarrier.wait(full.index(stage), phase)
+            part = _product(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
+            mbarrier.arrive(empty.index(stage), count=1)
+            if HAS_GROUPS:
+                part *= gl.expand_dims(_pin(factor_2) * of_b, 1)
+            acc_2 = _pin(acc_2 + part)
+        else:
+            mbarrier.arrive(empty.index(stage), count=1)
+            if HAS_GROUPS:
+                part *= gl.expand_dims(_pin(factor) * of_b, 1)
+            acc = _pin(acc + part)
+        stage, phase = _next(stage, phase, STAGES)
+    return acc, acc_2, stage, phase
+
+
+@gluon.jit
+def _product(rows, columns):
+    COLUMNS: gl.constexpr = columns.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    zero = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
+    part = warpgroup_mma(rows, columns, zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(part,))
+
+
+@gluon.jit
+def _as_matrix(tile, ROWS: gl.constexpr):
+    """A box of one matrix without its first dim."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    return view_tile(tile, tile.dtype, [ROWS, BLOCK_K], LAYOUT)
+
+
+@gluon.jit
+def _multiply(
+    which: gl.constexpr,
+    a,
+    b,
+    staged,
+    factors_a,
+    factors_b,
+    full,
+    empty,
+    out_desc,
+    scale_a_ptr,
+    scale_b_ptr,
+    bias_ptr,
+    num_rows,
+    num_columns,
+    depth,
+    num_matrices,
+    num_splits,
+    stride_scale_a_matrix,
+    stride_scale_a_row,
+    stride_scale_b_matrix,
+    stride_scale_b_column,
+    stride_bias,
+    BAND: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,
+    IS_EXACT: gl.constexpr,
+):
+    """A warpgroup: one or two times 64 rows of each tile."""
+    BLOCK_M: gl.constexpr = a.shape[2]
+    BLOCK_N: gl.constexpr = b.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    FIRST: gl.constexpr = which * BLOCK_M // 2
+    HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
+    tiles_m = gl.cdiv(num_rows, BLOCK_M)
+    tiles_n = gl.cdiv(num_columns, BLOCK_N)
+    steps = gl.cdiv(depth, BLOCK_K)
+    num_units = num_matrices * tiles_m * tiles_n * num_splits
+    stage = 0
+    phase = 0
+    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+        matrix, m, n, split, first_step, end_step = _place(
+            unit, tiles_m, tiles_n, num_splits, steps, BAND
+        )
+        acc = gl.zeros([_WAVE, BLOCK_N], gl.float32, LAYOUT)
+        acc_2 = gl.zeros([_WAVE, BLOCK_N if HAS_TWO else 8], gl.float32, LAYOUT)
+        num_steps = end_step - first_step
+        if HAS_GROUPS or IS_EXACT:
+            acc, acc_2, stage, phase = _sum_in_registers(
+                acc, acc_2, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase,
+                FIRST, HAS_GROUPS,
+            )  # fmt: skip
+        else:
+            acc, acc_2, stage, phase = _sum_in_tensor_core(
+                acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST
+            )
+        of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
+        of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
+        of_bias = bias_ptr
+        if bias_ptr is not None:
+            of_bias += matrix.to(gl.int64) * stride_bias
+        row = m * BLOCK_M + FIRST
+        into = split * num_matrices + matrix
+        _store(
+            acc, staged, out_desc, of_a, of_b, of_bias, into, row, n * BLOCK_N, num_rows,
+            num_columns, stride_scale_a_row, stride_scale_b_column, HAS_GROUPS,
+        )  # fmt: skip
+        if HAS_TWO:
+            _store(
+                acc_2, staged, out_desc, of_a, of_b, of_bias, into, row + _WAVE, n * BLOCK_N,
+                num_rows, num_columns, stride_scale_a_row, stride_scale_b_column, HAS_GROUPS,
+            )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store(
+    acc,
+    staged,
+    out_desc,
+    of_a,
+    of_b,
+    of_bias,
+    into,
+    row,
+    column,
+    num_rows,
+    num_columns,
+    stride_scale_a_row,
+    stride_scale_b_column,
+    HAS_GROUPS: gl.constexpr,
+):
+    """Scale, add the bias, round and store, by as many columns as a box has."""
+    COLUMNS: gl.constexpr = acc.shape[1]
+    LAYOUT: gl.constexpr = acc.type.layout
+    if COLUMNS > staged.shape[2]:
+        left, right = acc.reshape([_WAVE, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
+        _store(
+            left, staged, out_desc, of_a, of_b, of_bias, into, row, column, num_rows, num_columns,
+            stride_scale_a_row, stride_scale_b_column, HAS_GROUPS,
+        )  # fmt: skip
+        _store(
+            right, staged, out_desc, of_a, of_b, of_bias, into, row, column + COLUMNS // 2,
+            num_rows, num_columns, stride_scale_a_row, stride_scale_b_column, HAS_GROUPS,
+        )  # fmt: skip
+    else:
+        offs_m = row + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, LAYOUT))
+        offs_n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+        offs_m = gl.minimum(offs_m, num_rows - 1).to(gl.int64)  # what is past them is not stored
+        offs_n = gl.minimum(offs_n, num_columns - 1).to(gl.int64)
+        if not HAS_GROUPS:
+            acc *= gl.expand_dims(gl.load(of_a + offs_m * stride_scale_a_row), 1)
+            acc *= gl.expand_dims(gl.load(of_b + offs_n * stride_scale_b_column), 0)
+        if of_bias is not None:
+            acc += gl.expand_dims(gl.load(of_bias + offs_n).to(gl.float32), 0)
+        tma.store_wait(0)  # what was staged before has been read
+        tile = view_tile(
+            staged,
+            staged.dtype,
+            [_WAVE, COLUMNS],
+            gl.NVMMASharedLayout(128, staged.dtype.primitive_bitwidth, 2),
+        )
+        tile.store(acc.to(staged.dtype))
+        fence_async_shared()
+        store_tile(out_desc, [into, row, column], staged)
+
+
+@gluon.jit(do_not_specialize=_OF_A_STEP)
+def _scaled_mm_kernel(
+    a_desc,  # fp8 [G, M, K] in boxes [1, BLOCK_M, 128]
+    b_desc,  # fp8 [G, N, K] in boxes [1, BLOCK_N, 128]
+    scale_a_ptr,  # fp32 [G, cells of M, cells of K]
+    scale_b_ptr,  # fp32 [G, cells of K, cells of N]
+    bias_ptr,  # [G, N], or None
+    out_desc,  # [S * G, M, N] in boxes [1, 64, 128 bytes]
+    num_rows,
+    num_columns,
+    depth,
+    num_matrices,
+    num_splits,
+    stride_scale_a_matrix,
+    stride_scale_a_row,  # 0: one scale
+    stride_scale_a_group,
+    stride_scale_b_matrix,
+    stride_scale_b_group,
+    stride_scale_b_column,
+    stride_bias,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
+    IS_EXACT: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = a_desc.block_type.shape[1]
+    NUM_FACTORS: gl.constexpr = STAGES if HAS_GROUPS else 1
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, BLOCK_M, BLOCK_K], a_desc.layout)
+    b = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES, 1, b_desc.block_type.shape[1], BLOCK_K], b_desc.layout
+    )
+    staged = gl.allocate_shared_memory(
+        out_desc.dtype, [2, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
+    )
+    factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
+    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, _WAVE], FLAT)
+    full = make_barriers(STAGES, 33 if HAS_GROUPS else 1)  # lanes of the warp, and the TMA
+    empty = make_barriers(STAGES, 2)
+    fence_async_shared()
+    gdc_launch_dependents()  # a sum of splits that waits for all of this may start
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                0, a, b, staged.index(0), factors_a, factors_b, full, empty, out_desc,
+                scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns, depth, num_matrices,
+                num_splits, stride_scale_a_matrix, stride_scale_a_row, stride_scale_b_matrix,
+                stride_scale_b_column, stride_bias, BAND, HAS_GROUPS, IS_EXACT,
+            )),
+            (_multiply, (
+                1, a, b, staged.index(1), factors_a, factors_b, full, empty, out_desc,
+                scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns, depth, num_matrices,
+                num_splits, stride_scale_a_matrix, stride_scale_a_row, stride_scale_b_matrix,
+                stride_scale_b_column, stride_bias, BAND, HAS_GROUPS, IS_EXACT,
+            )),
+            (_fetch, (
+                a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr, scale_b_ptr,
+                num_rows, num_columns, depth, num_matrices, num_splits, stride_scale_a_matrix,
+                stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
+                stride_scale_b_group, stride_scale_b_column, BAND, HAS_GROUPS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """How a product is cut up."""
+
+    rows: int
+    columns: int
+    num_splits: int  # of K
+    stages: int
+
+
+def choose_tiles(
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    num_matrices: int,
+    *,
+    sums_in_tensor_core: bool,
+    num_sms: int,
+    can_split: bool = True,
+) -> Tiles:
+    """The tile for which the last round of programs wastes least; K in parts where SMs are idle.
+
+    A thread holds a wide tile's sums, and the product of a step beside them unless the tensor core
+    sums: so it is 256 x 128 or 128 x 256. A narrow one fetches half as much again for each product.
+    """
+    large = (128, 256) if sums_in_tensor_core else (256, 128)
+    steps = triton.cdiv(depth, 128)
+
+    def count(rows: int, columns: int) -> int:
+        return num_matrices * -(-num_rows // rows) * -(-num_columns // columns)
+
+    def rounds(rows: int, columns: int) -> int:
+        return -(-count(rows, columns) // num_sms)
+
+    rows, columns = large
+    if num_rows <= 128 or 2 * rounds(*large) > 1.15 * rounds(128, 128):
+        rows, columns = (128, 128)
+    if num_rows <= 128 and count(128, 128) < num_sms:
+        rows, columns = (128, 64)
+    num_splits = 1
+    if can_split:
+        num_splits = max(1, min(num_sms // count(rows, columns), steps // 4, 8))
+    stage_bytes = (rows + columns) * 128 + 4 * (rows + 64)
+    return Tiles(rows, columns, num_splits, min((232448 - 17 * 1024) // stage_bytes, 8))
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    cell_a: tuple[int, int],
+    cell_b: tuple[int, int],
+    row_offsets: None,
+    bias: Tensor | None,
+    is_exact: bool,
+    out: Tensor,
+) -> Callable[[Sequence[int | None]], None] | None:
+    """Launch once, or twice where K is split. ``kvkern.scaled_mm`` states the contract.
+
+    Returns how to repeat it with tensors that differ in nothing but addresses.
+    """
+    num_sms = gpu_of(out.device).num_sms
+    tiles = _tiles_for(a, b, cell_a, is_exact, num_sms)
+    into = _place_for(out, tiles)
+    grid, arguments, options = _call(
+        a, b, scale_a, scale_b, cell_a, bias if into is out else None, is_exact, into, tiles,
+        num_sms,
+    )  # fmt: skip
+    num_varying = list(_scaled_mm_kernel.arg_names).index("num_rows")
+    multiply = launch(
+        _scaled_mm_kernel, grid, arguments, options, out.device, num_varying=num_varying
+    )
+    add = None if into is out else sum_splits(into, bias, out, is_early=True)
+    if multiply is None:
+        return None
+    return _Again(multiply, arguments, add, into.shape, out.device)
+
+
+class _Again:
+    """Launches the same variants for other addresses."""
+
+    def __init__(
+        self,
+        multiply: Launch,
+        arguments: dict[str, Any],
+        add: Launch | None,
+        shape: torch.Size,  # of partial sums, where ``add`` adds them
+        device: torch.device,
+    ) -> None:
+        self._multiply, self._add, self._shape, self._device = multiply, add, shape, device
+        self._descriptors = tuple(arguments[name] for name in ("a_desc", "b_desc", "out_desc"))
+        self._encoded: dict[tuple[int, int], list[Any]] = {}  # by parameter and address
+
+    def __call__(self, addresses: Sequence[int | None]) -> None:
+        a, b, scale_a, scale_b, _, bias, out = addresses
+        if self._add is None:
+            self._multiply(
+                (*self._at(0, a), *self._at(1, b), scale_a, scale_b, bias, *self._at(2, out))
+            )
+            return
+        partials = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+        into = partials.data_ptr()
+        self._multiply(
+            (*self._at(0, a), *self._at(1, b), scale_a, scale_b, None, *self._at(2, into))
+        )
+        self._add((into, bias, out))
+
+    def _at(self, which: int, address: Any) -> list[Any]:
+        """The descriptor of a tensor there; an allocator comes back to the same few addresses."""
+        encoded = self._encoded.get((which, address))
+        if encoded is None:
+            if len(self._encoded) >= _MOST_DESCRIPTORS:
+                self._encoded.clear()
+            number = (0, 1, 5)[which]  # of the parameter
+            encoded = self._multiply.encoded(number, [moved(self._descriptors[which], address)])
+            self._encoded[which, address] = encoded
+        return encoded
+
+
+_MOST_DESCRIPTORS = 512  # of a kind of call: each layer's weight, and a step's buffers
+
+
+def _tiles_for(
+    a: Tensor, b: Tensor, cell_a: tuple[int, int], is_exact: bool, num_sms: int
+) -> Tiles:
+    num_matrices, depth, num_columns = b.shape
+    return choose_tiles(
+        a.shape[1],
+        num_columns,
+        depth,
+        num_matrices,
+        sums_in_tensor_core=not is_exact and cell_a[1] == 0,
+        num_sms=num_sms,
+        can_split=num_columns % 4 == 0,  # partial sums are stored by TMA too
+    )
+
+
+def _place_for(out: Tensor, tiles: Tiles) -> Tensor:
+    if tiles.num_splits == 1:
+        return out
+    shape = (tiles.num_splits, *out.shape)
+    return torch.empty(shape, dtype=torch.float32, device=out.device)
+
+
+def _call(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    cell_a: tuple[int, int],
+    bias: Tensor | None,
+    is_exact: bool,
+    out: Tensor,  # or partial sums [S, G, M, N]
+    tiles: Tiles,
+    num_sms: int,
+) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
+    num_matrices, depth, num_columns = b.shape
+    num_rows = a.shape[1]
+
+    def strides(name: str, x: Tensor, *dims: str) -> dict[str, int]:
+        """0 along a dim that is no more than a scale long."""
+        pairs = zip(dims, x.shape, x.stride(), strict=True)
+        return {f"stride_{name}_{dim}": 0 if size == 1 else step for dim, size, step in pairs}
+
+    arguments = {
+        "a_desc": matrix_descriptor(a, (tiles.rows, 128)),
+        "b_desc": matrix_descriptor(b.mT, (tiles.columns, 128)),
+        "scale_a_ptr": scale_a,
+        "scale_b_ptr": scale_b,
+        "bias_ptr": bias,
+        "out_desc": matrix_descriptor(out.flatten(0, -3), (64, 128 // out.element_size())),
+        "num_rows": num_rows,
+        "num_columns": num_columns,
+        "depth": depth,
+        "num_matrices": num_matrices,
+        "num_splits": tiles.num_splits,
+        **strides("scale_a", scale_a, "matrix", "row", "group"),
+        **strides("scale_b", scale_b, "matrix", "group", "column"),
+        "stride_bias": 0 if bias is None else bias.stride(0),
+        "STAGES": tiles.stages,
+        "BAND": 2048 // tiles.rows,
+        "HAS_GROUPS": cell_a[1] > 0,
+        "IS_EXACT": is_exact,
+    }
+    num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_columns, tiles.columns)
+    grid = (min(num_tiles * num_matrices * tiles.num_splits, num_sms),)
+    return grid, arguments, {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+
+
+_BUDGET = spills("around a tile's end, where two sums meet scales and bias", 128, newer=256)
+
+
+def shipped_configs(capability: int) -> Iterator[KernelConfig]:
+    """Each kind of sum, both dtypes of an operand, tiles of each size, split and not."""
+    if capability != 90:
+        return
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for label, num_rows, cell_a, is_exact, dtypes, has_bias in (
+        ("fast", 4096, (1, 0), False, (e4m3, e4m3, bf16), False),
+        ("exact", 4096, (1, 0), True, (e4m3, e4m3, bf16), True),
+        ("groups", 4096, (1, 128), True, (e4m3, e4m3, bf16), False),
+        ("groups", 4096, (1, 128), True, (e5m2, e4m3, fp32), True),
+        ("fast", 16, (1, 0), False, (e4m3, e5m2, fp16), True),
+        ("exact", 128, (1, 0), True, (e4m3, e4m3, fp16), False),
+        ("groups", 128, (1, 128), True, (e4m3, e4m3, bf16), False),
+    ):
+        for num_columns in (4096, 24576):
+            a = torch.empty(1, num_rows, 7168, dtype=dtypes[0], device="meta")
+            b = torch.empty(1, num_columns, 7168, dtype=dtypes[1], device="meta").mT
+            out = torch.empty(1, num_rows, num_columns, dtype=dtypes[2], device="meta")
+            scale_a = torch.empty(1, num_rows, 56 if cell_a[1] else 1, device="meta")
+            scale_b = torch.empty(1, 56 if cell_a[1] else 1, num_columns, device="meta")
+            bias = torch.empty(1, num_columns, dtype=bf16, device="meta") if has_bias else None
+            tiles = _tiles_for(a, b, cell_a, is_exact, 132)
+            into = _place_for(out, tiles)
+            _, arguments, options = _call(
+                a, b, scale_a, scale_b, cell_a, bias if into is out else None, is_exact, into,
+                tiles, 132,
+            )  # fmt: skip
+            name = f"{label}-M{num_rows}-N{num_columns}-{dtypes[2]}".replace("torch.", "")
+            yield config_of_call(_scaled_mm_kernel, name, arguments, options, **_BUDGET)
