@@ -120,6 +120,9 @@ def _scaled_mm_kernel(
     elif CELL_N > 0:
         of_b += (column_tile * BLOCK_N // CELL_N).to(tl.int64) * stride_scale_b_column
 
+    step_a = tl.full([], _BLOCK_K, tl.int64) * stride_a_depth
+    step_b = tl.full([], _BLOCK_K, tl.int64) * stride_b_depth
+
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(first_step, end_step):
         mask_k = offs_k < depth - step * _BLOCK_K
@@ -129,15 +132,15 @@ def _scaled_mm_kernel(
         a = _operand(tl.load(a_ptrs, mask=a_mask, other=0.0), A_IS_E5M2, NATIVE_FP8)
         b = _operand(tl.load(b_ptrs, mask=b_mask, other=0.0), B_IS_E5M2, NATIVE_FP8)
         if CELL_K > 0:
-            of_group_a = of_a + step * stride_scale_a_group
-            of_group_b = of_b + step * stride_scale_b_group
+            of_group_a = of_a + step * stride_scale_a_group.to(tl.int64)
+            of_group_b = of_b + step * stride_scale_b_group.to(tl.int64)
             acc += _scaled(tl.dot(a, b), of_group_a, of_group_b, mask_m, mask_n, CELL_M, CELL_N)
         elif IS_EXACT:
             acc += tl.dot(a, b, max_num_imprecise_acc=MAX_IMPRECISE)
         else:
             acc = tl.dot(a, b, acc)
-        a_ptrs += _BLOCK_K * stride_a_depth
-        b_ptrs += _BLOCK_K * stride_b_depth
+        a_ptrs += step_a
+        b_ptrs += step_b
 
     if CELL_K == 0:
         acc = _scaled(acc, of_a, of_b, mask_m, mask_n, CELL_M, CELL_N)
@@ -502,8 +505,7 @@ def _shipped(
     _, arguments, options = _product_call(
         a, b, scale_a, scale_b, cell_a, cell_b, row_offsets, of_product, is_exact, into, tiles, gpu
     )
-    budget = {} if gpu.has_fp8 else SMALL_SPILLS
-    yield config_of_call(_scaled_mm_kernel, label, arguments, options, **budget)
+    yield config_of_call(_scaled_mm_kernel, label, arguments, options, **SMALL_SPILLS)
     if into is not out:
         _, arguments, options = _sum_call(into, bias, out)
         yield config_of_call(_sum_splits_kernel, f"sum-{label}", arguments, options)

@@ -60,7 +60,8 @@ def scaled_mm(
 
     Returns:
         ``[M, N]``, ``[G, M, N]`` or ``[T, N]`` in ``out_dtype``; the bias alone where K is 0. Rows
-        at or past ``row_offsets[E]`` are 0. NaN and infinities are those of the real sum.
+        at or past ``row_offsets[E]`` are 0. NaN and infinities are those of the real sum. The same
+        call gives the same bits; M may decide in which order a row is summed.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError, ArgumentError: an
