@@ -106,7 +106,7 @@ def _scaled_mm_kernel(
     if not is_real:
         end_step = first_step
     offs_k = tl.arange(0, _BLOCK_K)
-    k = (first_step.to(tl.int64) * _BLOCK_K) + offs_k
+    k = first_step.to(tl.int64) * _BLOCK_K + offs_k
     a_ptrs = a_ptr + matrix_a.to(tl.int64) * stride_a_matrix
     a_ptrs += (row * stride_a_row)[:, None] + (k * stride_a_depth)[None, :]
     b_ptrs = b_ptr + matrix.to(tl.int64) * stride_b_matrix
@@ -122,7 +122,6 @@ def _scaled_mm_kernel(
 
     step_a = tl.full([], _BLOCK_K, tl.int64) * stride_a_depth
     step_b = tl.full([], _BLOCK_K, tl.int64) * stride_b_depth
-
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(first_step, end_step):
         mask_k = offs_k < depth - step * _BLOCK_K
@@ -142,10 +141,10 @@ def _scaled_mm_kernel(
         a_ptrs += step_a
         b_ptrs += step_b
 
-    if CELL_K == 0:
-        acc = _scaled(acc, of_a, of_b, mask_m, mask_n, CELL_M, CELL_N)
-    if bias_ptr is not None:
-        if is_real:
+    if is_real:  # the scales of padding may be NaN
+        if CELL_K == 0:
+            acc = _scaled(acc, of_a, of_b, mask_m, mask_n, CELL_M, CELL_N)
+        if bias_ptr is not None:
             bias_ptrs = bias_ptr + matrix.to(tl.int64) * stride_bias + column
             acc += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + split.to(tl.int64) * stride_out_split
@@ -323,13 +322,14 @@ def scaled_mm(
     if multiply is None or add is None:
         return None
 
+    device = out.device
+
     def again(addresses: Sequence[int | None]) -> None:
-        partials = torch.empty(shape, dtype=torch.float32, device=out_device)
+        partials = torch.empty(shape, dtype=torch.float32, device=device)
         at = partials.data_ptr()
         multiply((*addresses[:5], None, at))
         add((at, *addresses[5:]))
 
-    out_device = out.device
     return again
 
 
@@ -339,7 +339,7 @@ def _tiles_for(
     num_matrices, depth, num_columns = b.shape
     num_rows = a.shape[1]
     if row_offsets is not None:  # as an expert has, if they are shared out evenly
-        num_rows = triton.cdiv(num_rows, num_matrices)
+        num_rows = triton.cdiv(num_rows, max(num_matrices, 1))
     addresses_and_strides = {a.data_ptr(), b.data_ptr(), *a.stride(), *b.stride()} - {1}
     return choose_tiles(
         num_rows,

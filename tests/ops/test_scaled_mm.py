@@ -275,6 +275,8 @@ def test_rows_go_to_their_experts_and_padding_is_zero(scaling, padding, backend,
     a = Operand(torch.randn(num_rows, k), scaling[0]).to(device)
     b = Operand(torch.randn(len(COUNTS), n, k), scaling[1]).to(device)
     a.values.view(torch.uint8)[sum(COUNTS) :] = 0x7F  # NaN
+    if scaling[0] != "tensor":
+        a.scale[sum(COUNTS) :] = math.nan
     bias = torch.randn(len(COUNTS), n, device=device)
     ends = torch.tensor([0, *COUNTS]).cumsum(0)
     offsets = ends.to(torch.int32).to(device)
@@ -290,12 +292,14 @@ def test_rows_go_to_their_experts_and_padding_is_zero(scaling, padding, backend,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_expert_has_rows(backend, device):
-    a, b = Operand(torch.randn(5, 64), "row").to(device), Operand(torch.randn(3, 16, 64), "row")
-    b.to(device)
-    offsets = torch.zeros(4, dtype=torch.int32, device=device)
+@pytest.mark.parametrize("num_experts", [3, 0])
+def test_no_expert_has_rows(num_experts, backend, device):
+    a = Operand(torch.randn(5, 64), "row").to(device)
+    weights = torch.zeros(num_experts, 16, 64, dtype=torch.uint8, device=device).view(E4M3)
+    scales = torch.ones(num_experts, 16, 1, device=device)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     result = scaled_mm_or_skip(
-        a.values, b.values.mT, a.scale, b.scale.mT, row_offsets=offsets, backend=backend
+        a.values, weights.mT, a.scale, scales.mT, row_offsets=offsets, backend=backend
     )
     assert result.shape == (5, 16) and (result == 0).all()
 
@@ -541,6 +545,11 @@ MISTAKES = {
         lambda: scaled_mm(A, B, ONE, ONE, out_dtype=torch.float64, backend="triton"),
         UnsupportedError,
         r"fp64 is for the reference",
+    ),
+    "integers to quantise": (
+        lambda: fp8_gemm(A, B.float().int()),
+        kvkern.UnsupportedDtypeError,
+        r"b: want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2, got torch.int32",
     ),
     "a scale of what is quantised": (
         lambda: fp8_gemm(A.float(), B, a_scale=ONE),
