@@ -107,7 +107,7 @@ def _scaled_mm_kernel(
     if not is_real:
         end_step = first_step
     offs_k = tl.arange(0, _BLOCK_K)
-    k = (first_step.to(tl.int64) * _BLOCK_K) + offs_k
+    k = first_step.to(tl.int64) * _BLOCK_K + offs_k
     a_ptrs = a_ptr + matrix_a.to(tl.int64) * stride_a_matrix
     a_ptrs += (row * stride_a_row)[:, None] + (k * stride_a_depth)[None, :]
     b_ptrs = b_ptr + matrix.to(tl.int64) * stride_b_matrix
@@ -121,6 +121,8 @@ def _scaled_mm_kernel(
     elif CELL_N > 0:
         of_b += (column_tile * BLOCK_N // CELL_N).to(tl.int64) * stride_scale_b_column
 
+    step_a = tl.full([], _BLOCK_K, tl.int64) * stride_a_depth
+    step_b = tl.full([], _BLOCK_K, tl.int64) * stride_b_depth
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(first_step, end_step):
         mask_k = offs_k < depth - step * _BLOCK_K
@@ -130,20 +132,20 @@ def _scaled_mm_kernel(
         a = _operand(tl.load(a_ptrs, mask=a_mask, other=0.0), A_IS_E5M2, NATIVE_FP8)
         b = _operand(tl.load(b_ptrs, mask=b_mask, other=0.0), B_IS_E5M2, NATIVE_FP8)
         if CELL_K > 0:
-            of_group_a = of_a + step * stride_scale_a_group
-            of_group_b = of_b + step * stride_scale_b_group
+            of_group_a = of_a + step * stride_scale_a_group.to(tl.int64)
+            of_group_b = of_b + step * stride_scale_b_group.to(tl.int64)
             acc += _scaled(tl.dot(a, b), of_group_a, of_group_b, mask_m, mask_n, CELL_M, CELL_N)
         elif IS_EXACT:
             acc += tl.dot(a, b, max_num_imprecise_acc=MAX_IMPRECISE)
         else:
             acc = tl.dot(a, b, acc)
-        a_ptrs += _BLOCK_K * stride_a_depth
-        b_ptrs += _BLOCK_K * stride_b_depth
+        a_ptrs += step_a
+        b_ptrs += step_b
 
-    if CELL_K == 0:
-        acc = _scaled(acc, of_a, of_b, mask_m, mask_n, CELL_M, CELL_N)
-    if bias_ptr is not None:
-        if is_real:
+    if is_real:  # the scales of padding may be NaN
+        if CELL_K == 0:
+            acc = _scaled(acc, of_a, of_b, mask_m, mask_n, CELL_M, CELL_N)
+        if bias_ptr is not None:
             bias_ptrs = bias_ptr + matrix.to(tl.int64) * stride_bias + column
             acc += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + split.to(tl.int64) * stride_out_split
@@ -323,13 +325,14 @@ def scaled_mm(
     if multiply is None or add is None:
         return None
 
+    device = out.device
+
     def again(addresses: Sequence[int | None]) -> None:
-        partials = torch.empty(shape, dtype=torch.float32, device=out_device)
+        partials = torch.empty(shape, dtype=torch.float32, device=device)
         at = partials.data_ptr()
         multiply((*addresses[:5], None, at))
         add((at, *addresses[5:]))
 
-    out_device = out.device
     return again
 
 
@@ -339,7 +342,7 @@ def _tiles_for(
     num_matrices, depth, num_columns = b.shape
     num_rows = a.shape[1]
     if row_offsets is not None:  # as an expert has, if they are shared out evenly
-        num_rows = triton.cdiv(num_rows, num_matrices)
+        num_rows = triton.cdiv(num_rows, max(num_matrices, 1))
     addresses_and_strides = {a.data_ptr(), b.data_ptr(), *a.stride(), *b.stride()} - {1}
     return choose_tiles(
         num_rows,
@@ -518,8 +521,7 @@ def _shipped(
     _, arguments, options = _product_call(
         a, b, scale_a, scale_b, cell_a, cell_b, row_offsets, of_product, is_exact, into, tiles, gpu
     )
-    budget = {} if gpu.has_fp8 else SMALL_SPILLS
-    yield config_of_call(_scaled_mm_kernel, label, arguments, options, **budget)
+    yield config_of_call(_scaled_mm_kernel, label, arguments, options, **SMALL_SPILLS)
     if into is not out:
         _, arguments, options = _sum_call(into, bias, out)
         yield config_of_call(_sum_splits_kernel, f"sum-{label}", arguments, options)

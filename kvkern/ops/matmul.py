@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import MatmulCall, choose
-from kvkern.errors import ArgumentError, ShapeMismatchError
+from kvkern.errors import ArgumentError, ShapeMismatchError, UnsupportedDtypeError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS, FLOATS64, Sizes
 from kvkern.ops.quantize import quantize_fp8
@@ -60,7 +60,8 @@ def scaled_mm(
 
     Returns:
         ``[M, N]``, ``[G, M, N]`` or ``[T, N]`` in ``out_dtype``; the bias alone where K is 0. Rows
-        at or past ``row_offsets[E]`` are 0. NaN and infinities are those of the real sum.
+        at or past ``row_offsets[E]`` are 0. NaN and infinities are those of the real sum. The same
+        call gives the same bits; M may decide in which order a row is summed.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError, ArgumentError: an
@@ -148,6 +149,11 @@ def fp8_gemm(
     Source: arXiv:2412.19437, section 3.3.
     """
     for name, x, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        if x.dtype not in (*FLOATS, *_FP8):
+            raise UnsupportedDtypeError(
+                f"{name}: want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2, "
+                f"got {x.dtype}"
+            )
         if scale is not None and x.dtype not in _FP8:
             raise ArgumentError(f"{name}_scale: want None for {name} in {x.dtype}, quantised here")
     if a.dtype not in _FP8:
