@@ -55,9 +55,9 @@ def test_odd_sizes(granularity, shape, device):
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 def test_rows_longer_than_a_tile(granularity, device):
     pytest.importorskip("triton", reason="Triton is not installed")
-    from kvkern.kernels.quantize_fp8 import _LONGEST_ROW
+    from kvkern.kernels.fp8_tiles import LONGEST_ROW
 
-    x = heavy_tailed(3, _LONGEST_ROW + 4097, device=device)
+    x = heavy_tailed(3, LONGEST_ROW + 4097, device=device)
     x[1, -1] = 1e6  # in the last of a row's tiles
     expected = quantize_fp8(x, granularity=granularity, backend="reference")
     assert_same_bytes(quantize_fp8(x, granularity=granularity, backend="triton"), expected)
