@@ -38,6 +38,8 @@ OPS = [
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",
+    "rms_norm_quant_fp8",
+    "silu_and_mul_quant_fp8",
     "write_kv",
 ]
 

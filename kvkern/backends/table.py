@@ -165,6 +165,8 @@ TABLE: dict[str, tuple[Backend, ...]] = {
     "copy_pages": _row("copy_pages", "copy_pages"),
     "quantize_fp8": _row("quantize_fp8", "quantize_fp8"),
     "dequantize_fp8": _row("quantize_fp8", "dequantize_fp8"),
+    "rms_norm_quant_fp8": _row("rms_norm_quant_fp8", "rms_norm_quant_fp8"),
+    "silu_and_mul_quant_fp8": _row("silu_and_mul_quant_fp8", "silu_and_mul_quant_fp8"),
 }
 
 

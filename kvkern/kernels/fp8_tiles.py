@@ -7,8 +7,10 @@ needs, where one that is wide enough might be half empty. What shares a scale, C
 
 from typing import Any, Literal, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvkern.kernels.numerics import (
     encode_e4m3,
@@ -34,10 +36,10 @@ class Tile(NamedTuple):
     chunks: int
     num_warps: int
 
-    def count(self, num_rows: int, num_columns: int) -> int:
-        """Of tiles, with those that are partly there."""
-        tiles_k = triton.cdiv(num_columns, self.columns * self.chunks)
-        return triton.cdiv(num_rows, self.rows) * tiles_k
+    def num_tiles(self, num_rows: int, num_columns: int) -> int:
+        """With those that are partly there."""
+        tiles_k = -(-num_columns // (self.columns * self.chunks))
+        return -(-num_rows // self.rows) * tiles_k
 
     def fields(self, num_columns: int) -> dict[str, int]:
         """What a kernel has to know of it."""
@@ -61,10 +63,12 @@ def choose_tile(num_columns: int, within: Cell, thread: int = 8) -> Tile:
     """
     if within == "block":
         return Tile(128, 128, 1, 16)
-    if within == "group":  # a warp: nobody waits for others to find a scale
+    is_short = within == "row" and num_columns <= 2048
+    if within == "group" or is_short:  # a warp: nobody waits for others to find a scale
         return _narrow_tile(num_columns, 1, thread)
-    if within == "row" and num_columns > 1024:
-        num_warps = next(n for n in (4, 8, 16) if num_columns <= _MOST_CHUNKS * 32 * n * thread)
+    if within == "row":
+        fitting = (n for n in (4, 8) if num_columns <= _MOST_CHUNKS * 32 * n * thread)
+        num_warps = next(fitting, 16)
         columns = 32 * num_warps * thread
         return Tile(1, columns, triton.cdiv(num_columns, columns), num_warps)
     return _narrow_tile(num_columns, 4, thread)
@@ -78,6 +82,36 @@ def _narrow_tile(num_columns: int, num_warps: int, thread: int) -> Tile:
     chunks = triton.cdiv(num_chunks, triton.cdiv(num_chunks, 8))
     rows = 8 * width // (columns * triton.next_power_of_2(chunks))
     return Tile(rows, columns, chunks, num_warps)
+
+
+def kind_of_cell(cell: tuple[int, int]) -> Cell:
+    """By rows and columns that share a scale; where two fit they mean the same."""
+    if cell[1] == 128 and cell[0] in (1, 128):
+        return "group" if cell[0] == 1 else "block"
+    return "row" if cell[0] == 1 else "tensor"
+
+
+def quantizing_fields(
+    values: Tensor,
+    scale: Tensor,
+    kind: Cell,
+    tile: Tile,
+    is_static: bool,
+    power_of_two: bool,
+    has_fp8: bool,
+) -> dict[str, Any]:
+    """The arguments of every kernel that quantises."""
+    return {
+        "values_ptr": values.view(torch.uint8),
+        "scale_ptr": scale,
+        "stride_values": values.stride(0),
+        **tile.fields(values.shape[1]),
+        "CELL": kind,
+        "IS_STATIC": is_static,
+        "POWER_OF_TWO": power_of_two,
+        "LIMIT": torch.finfo(values.dtype).max,
+        "NATIVE_FP8": has_fp8,
+    }
 
 
 @triton.jit
@@ -132,7 +166,7 @@ def load_chunks(
         column = columns_from(first_column + i * COLUMNS, COLUMNS, CELL)
         mask = (row < num_rows) & (column < NUM_COLUMNS)
         x = tl.load(ptr + row * stride + column, mask=mask, other=0)
-        chunks = chunks + (x,)  # noqa: RUF005 (Triton has no other)
+        chunks = chunks + (x,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no other)
     return chunks
 
 

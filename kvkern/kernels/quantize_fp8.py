@@ -16,12 +16,13 @@ from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
     LONGEST_ROW,
-    Cell,
     Tile,
     choose_tile,
     columns_from,
+    kind_of_cell,
     load_chunks,
     load_scale,
+    quantizing_fields,
     rows_from,
     scale_for,
     store_codes,
@@ -186,16 +187,9 @@ def dequantize_fp8(values: Tensor, scale: Tensor, cell: tuple[int, int], out: Te
     _dequantize_fp8_kernel[grid](**arguments, **options)
 
 
-def _kind_of(cell: tuple[int, int]) -> Cell:
-    """By rows and columns that share a scale; where two fit they mean the same."""
-    if cell[1] == 128 and cell[0] in (1, 128):
-        return "group" if cell[0] == 1 else "block"
-    return "row" if cell[0] == 1 else "tensor"
-
-
 def _is_larger_than_tile(x: Tensor, cell: tuple[int, int]) -> bool:
     """Whether no program has a whole cell: tensors, and rows that are too long."""
-    kind = _kind_of(cell)
+    kind = kind_of_cell(cell)
     return kind == "tensor" or (kind == "row" and x.shape[1] > LONGEST_ROW)
 
 
@@ -208,7 +202,7 @@ def _maxima_call(x: Tensor, cell: tuple[int, int]) -> tuple[Any, dict[str, Any],
     columns = min(max(triton.next_power_of_2(num_columns), 128), 4096 if num_rows == 1 else 1024)
     tile = Tile(1 if num_rows == 1 else 4096 // columns, columns, 1, 8)
     num_cells = triton.cdiv(x.shape[0], num_rows)
-    num_partials = min(tile.count(num_rows, num_columns), _most_partials(cell))
+    num_partials = min(tile.num_tiles(num_rows, num_columns), _most_partials(cell))
     arguments = {
         "x_ptr": x,
         "partials_ptr": torch.empty(num_cells, num_partials, device=x.device),
@@ -232,27 +226,19 @@ def _quantize_call(
     power_of_two: bool,
     gpu: Gpu,
 ) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
-    kind = _kind_of(cell)
+    kind = kind_of_cell(cell)
     has_scales = is_static or partials is not None
     tile = choose_tile(x.shape[1], "tensor" if has_scales else kind)
     arguments = {
         "x_ptr": x,
-        "values_ptr": values.view(torch.uint8),
-        "scale_ptr": scale,
         "partials_ptr": partials,
         "num_rows": x.shape[0],
         "num_partials": 0 if partials is None else partials.shape[1],
         "stride_x": x.stride(0),
-        "stride_values": values.stride(0),
-        **tile.fields(x.shape[1]),
         "BLOCK_P": _most_partials(cell),
-        "CELL": kind,
-        "IS_STATIC": is_static,
-        "POWER_OF_TWO": power_of_two,
-        "LIMIT": torch.finfo(values.dtype).max,
-        "NATIVE_FP8": gpu.has_fp8,
+        **quantizing_fields(values, scale, kind, tile, is_static, power_of_two, gpu.has_fp8),
     }
-    return (tile.count(*x.shape),), arguments, tile.options
+    return (tile.num_tiles(*x.shape),), arguments, tile.options
 
 
 def _dequantize_call(
@@ -267,11 +253,11 @@ def _dequantize_call(
         "stride_values": values.stride(0),
         "stride_out": out.stride(0),
         **tile.fields(out.shape[1]),
-        "CELL": _kind_of(cell),
+        "CELL": kind_of_cell(cell),
         "IS_E5M2": values.dtype == torch.float8_e5m2,
         "NATIVE_FP8": gpu.has_fp8,
     }
-    return (tile.count(*out.shape),), arguments, tile.options
+    return (tile.num_tiles(*out.shape),), arguments, tile.options
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
