@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkern.kernels.device import Gpu
 from kvkern.kernels.numerics import (
     encode_e4m3,
     encode_e5m2,
@@ -84,21 +85,14 @@ def _narrow_tile(num_columns: int, num_warps: int, thread: int) -> Tile:
     return Tile(rows, columns, chunks, num_warps)
 
 
-def kind_of_cell(cell: tuple[int, int]) -> Cell:
-    """By rows and columns that share a scale; where two fit they mean the same."""
-    if cell[1] == 128 and cell[0] in (1, 128):
-        return "group" if cell[0] == 1 else "block"
-    return "row" if cell[0] == 1 else "tensor"
-
-
 def quantizing_fields(
     values: Tensor,
     scale: Tensor,
-    kind: Cell,
+    granularity: Cell,
     tile: Tile,
     is_static: bool,
     power_of_two: bool,
-    has_fp8: bool,
+    gpu: Gpu,
 ) -> dict[str, Any]:
     """The arguments of every kernel that quantises."""
     return {
@@ -106,12 +100,22 @@ def quantizing_fields(
         "scale_ptr": scale,
         "stride_values": values.stride(0),
         **tile.fields(values.shape[1]),
-        "CELL": kind,
+        "CELL": granularity,
         "IS_STATIC": is_static,
         "POWER_OF_TWO": power_of_two,
         "LIMIT": torch.finfo(values.dtype).max,
-        "NATIVE_FP8": has_fp8,
+        "NATIVE_FP8": gpu.has_fp8,
     }
+
+
+def scale_shape(granularity: Cell, num_rows: int, num_columns: int) -> tuple[int, int]:
+    """Of the variants that are compiled without a tensor."""
+    return {
+        "tensor": (1, 1),
+        "row": (num_rows, 1),
+        "group": (num_rows, -(-num_columns // 128)),
+        "block": (-(-num_rows // 128), -(-num_columns // 128)),
+    }[granularity]
 
 
 @triton.jit

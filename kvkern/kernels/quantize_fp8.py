@@ -16,15 +16,16 @@ from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
     LONGEST_ROW,
+    Cell,
     Tile,
     choose_tile,
     columns_from,
-    kind_of_cell,
     load_chunks,
     load_scale,
     quantizing_fields,
     rows_from,
     scale_for,
+    scale_shape,
     store_codes,
     store_quantized,
     tile_at,
@@ -161,7 +162,7 @@ def quantize_fp8(
     x: Tensor,
     values: Tensor,
     scale: Tensor,
-    cell: tuple[int, int],
+    granularity: Cell,
     is_static: bool,
     power_of_two: bool,
 ) -> None:
@@ -171,38 +172,39 @@ def quantize_fp8(
     """
     gpu = gpu_of(x.device)
     partials = None
-    if not is_static and _is_larger_than_tile(x, cell):
-        grid, arguments, options = _maxima_call(x, cell)
+    if not is_static and _is_larger_than_tile(x, granularity):
+        grid, arguments, options = _maxima_call(x, granularity)
         partials = arguments["partials_ptr"]
         _partial_maxima_kernel[grid](**arguments, **options)
     grid, arguments, options = _quantize_call(
-        x, values, scale, partials, cell, is_static, power_of_two, gpu
+        x, values, scale, partials, granularity, is_static, power_of_two, gpu
     )
     _quantize_fp8_kernel[grid](**arguments, **options)
 
 
-def dequantize_fp8(values: Tensor, scale: Tensor, cell: tuple[int, int], out: Tensor) -> None:
+def dequantize_fp8(values: Tensor, scale: Tensor, granularity: Cell, out: Tensor) -> None:
     """Launch once. ``kvkern.dequantize_fp8`` has checked the arguments; none is empty."""
-    grid, arguments, options = _dequantize_call(values, scale, cell, out, gpu_of(out.device))
+    grid, arguments, options = _dequantize_call(values, scale, granularity, out, gpu_of(out.device))
     _dequantize_fp8_kernel[grid](**arguments, **options)
 
 
-def _is_larger_than_tile(x: Tensor, cell: tuple[int, int]) -> bool:
+def _is_larger_than_tile(x: Tensor, granularity: Cell) -> bool:
     """Whether no program has a whole cell: tensors, and rows that are too long."""
-    kind = kind_of_cell(cell)
-    return kind == "tensor" or (kind == "row" and x.shape[1] > LONGEST_ROW)
+    return granularity == "tensor" or (granularity == "row" and x.shape[1] > LONGEST_ROW)
 
 
-def _most_partials(cell: tuple[int, int]) -> int:
-    return _MOST_PARTIALS_OF_ROW if cell[0] == 1 else _MOST_PARTIALS
+def _most_partials(granularity: Cell) -> int:
+    return _MOST_PARTIALS_OF_ROW if granularity == "row" else _MOST_PARTIALS
 
 
-def _maxima_call(x: Tensor, cell: tuple[int, int]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    num_rows, num_columns = cell
-    columns = min(max(triton.next_power_of_2(num_columns), 128), 4096 if num_rows == 1 else 1024)
-    tile = Tile(1 if num_rows == 1 else 4096 // columns, columns, 1, 8)
-    num_cells = triton.cdiv(x.shape[0], num_rows)
-    num_partials = min(tile.num_tiles(num_rows, num_columns), _most_partials(cell))
+def _maxima_call(x: Tensor, granularity: Cell) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    num_columns = x.shape[1]
+    num_rows, num_cells = (1, x.shape[0]) if granularity == "row" else (x.shape[0], 1)
+    columns = min(
+        max(triton.next_power_of_2(num_columns), 128), 4096 if granularity == "row" else 1024
+    )
+    tile = Tile(4096 // columns, columns, 1, 8)
+    num_partials = min(tile.num_tiles(num_rows, num_columns), _most_partials(granularity))
     arguments = {
         "x_ptr": x,
         "partials_ptr": torch.empty(num_cells, num_partials, device=x.device),
@@ -221,28 +223,27 @@ def _quantize_call(
     values: Tensor,
     scale: Tensor,
     partials: Tensor | None,
-    cell: tuple[int, int],
+    granularity: Cell,
     is_static: bool,
     power_of_two: bool,
     gpu: Gpu,
 ) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
-    kind = kind_of_cell(cell)
     has_scales = is_static or partials is not None
-    tile = choose_tile(x.shape[1], "tensor" if has_scales else kind)
+    tile = choose_tile(x.shape[1], "tensor" if has_scales else granularity)
     arguments = {
         "x_ptr": x,
         "partials_ptr": partials,
         "num_rows": x.shape[0],
         "num_partials": 0 if partials is None else partials.shape[1],
         "stride_x": x.stride(0),
-        "BLOCK_P": _most_partials(cell),
-        **quantizing_fields(values, scale, kind, tile, is_static, power_of_two, gpu.has_fp8),
+        "BLOCK_P": _most_partials(granularity),
+        **quantizing_fields(values, scale, granularity, tile, is_static, power_of_two, gpu),
     }
     return (tile.num_tiles(*x.shape),), arguments, tile.options
 
 
 def _dequantize_call(
-    values: Tensor, scale: Tensor, cell: tuple[int, int], out: Tensor, gpu: Gpu
+    values: Tensor, scale: Tensor, granularity: Cell, out: Tensor, gpu: Gpu
 ) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
     tile = choose_tile(out.shape[1], "tensor", 16 // max(out.element_size(), 2))
     arguments = {
@@ -253,7 +254,7 @@ def _dequantize_call(
         "stride_values": values.stride(0),
         "stride_out": out.stride(0),
         **tile.fields(out.shape[1]),
-        "CELL": kind_of_cell(cell),
+        "CELL": granularity,
         "IS_E5M2": values.dtype == torch.float8_e5m2,
         "NATIVE_FP8": gpu.has_fp8,
     }
@@ -265,34 +266,33 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     gpu = Gpu(capability, num_sms=132)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    for name, cell, num_columns, dtype, fp8, is_static, power_of_two in (
-        ("tensor", (256, 7168), 7168, bf16, e4m3, False, False),
-        ("tensor", (256, 7168), 7168, bf16, e4m3, True, False),
-        ("row", (1, 7168), 7168, bf16, e4m3, False, False),
-        ("row", (1, 18432), 18432, fp32, e4m3, False, False),
-        ("row", (1, 65536), 65536, bf16, e4m3, False, False),
-        ("group", (1, 128), 7168, bf16, e4m3, False, False),
-        ("group", (1, 128), 7168, fp16, e5m2, False, True),
-        ("group", (1, 128), 7168, fp32, e4m3, True, False),
-        ("block", (128, 128), 7168, bf16, e4m3, False, True),
-        ("block", (128, 128), 7168, fp32, e5m2, False, False),
-    ):
+    variants: tuple[tuple[Cell, int, torch.dtype, torch.dtype, bool, bool], ...] = (
+        ("tensor", 7168, bf16, e4m3, False, False),
+        ("tensor", 7168, bf16, e4m3, True, False),
+        ("row", 7168, bf16, e4m3, False, False),
+        ("row", 18432, fp32, e4m3, False, False),
+        ("row", 65536, bf16, e4m3, False, False),
+        ("group", 7168, bf16, e4m3, False, False),
+        ("group", 7168, fp16, e5m2, False, True),
+        ("group", 7168, fp32, e4m3, True, False),
+        ("block", 7168, bf16, e4m3, False, True),
+        ("block", 7168, fp32, e5m2, False, False),
+    )
+    for granularity, num_columns, dtype, fp8, is_static, power_of_two in variants:
         x = torch.empty(256, num_columns, dtype=dtype, device="meta")
         values = torch.empty_like(x, dtype=fp8)
-        scale = torch.empty(
-            triton.cdiv(256, cell[0]), triton.cdiv(num_columns, cell[1]), device="meta"
-        )
-        label = f"{name}-{dtype}-{fp8}-K{num_columns}".replace("torch.", "")
+        scale = torch.empty(scale_shape(granularity, 256, num_columns), device="meta")
+        label = f"{granularity}-{dtype}-{fp8}-K{num_columns}".replace("torch.", "")
         label += "-static" * is_static + "-pow2" * power_of_two
         partials = None
-        if not is_static and _is_larger_than_tile(x, cell):
-            _, arguments, options = _maxima_call(x, cell)
+        if not is_static and _is_larger_than_tile(x, granularity):
+            _, arguments, options = _maxima_call(x, granularity)
             partials = arguments["partials_ptr"]
             yield config_of_call(_partial_maxima_kernel, f"maxima-{label}", arguments, options)
         _, arguments, options = _quantize_call(
-            x, values, scale, partials, cell, is_static, power_of_two, gpu
+            x, values, scale, partials, granularity, is_static, power_of_two, gpu
         )
         yield config_of_call(_quantize_fp8_kernel, label, arguments, options)
         if not is_static:
-            _, arguments, options = _dequantize_call(values, scale, cell, x, gpu)
+            _, arguments, options = _dequantize_call(values, scale, granularity, x, gpu)
             yield config_of_call(_dequantize_fp8_kernel, f"dequantize-{label}", arguments, options)

@@ -14,12 +14,13 @@ from torch import Tensor
 from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
+    Cell,
     choose_tile,
     columns_from,
-    kind_of_cell,
     load_chunks,
     quantizing_fields,
     rows_from,
+    scale_shape,
     store_quantized,
     tile_at,
 )
@@ -119,14 +120,23 @@ def rms_norm_quant_fp8(
     residual: Tensor | None,
     values: Tensor,
     scale: Tensor,
-    cell: tuple[int, int],
+    granularity: Cell,
     is_static: bool,
     power_of_two: bool,
     eps: float,
 ) -> None:
     """Launch once. ``kvkern.rms_norm_quant_fp8`` has checked the arguments; none is empty."""
     grid, arguments, options = _call(
-        x, gamma, residual, values, scale, cell, is_static, power_of_two, eps, gpu_of(x.device)
+        x,
+        gamma,
+        residual,
+        values,
+        scale,
+        granularity,
+        is_static,
+        power_of_two,
+        eps,
+        gpu_of(x.device),
     )
     _rms_norm_quant_fp8_kernel[grid](**arguments, **options)
 
@@ -137,7 +147,7 @@ def _call(
     residual: Tensor | None,
     values: Tensor,
     scale: Tensor,
-    cell: tuple[int, int],
+    granularity: Cell,
     is_static: bool,
     power_of_two: bool,
     eps: float,
@@ -152,9 +162,7 @@ def _call(
         "eps": eps,
         "stride_x": x.stride(0),
         "stride_residual": 0 if residual is None else residual.stride(0),
-        **quantizing_fields(
-            values, scale, kind_of_cell(cell), tile, is_static, power_of_two, gpu.has_fp8
-        ),
+        **quantizing_fields(values, scale, granularity, tile, is_static, power_of_two, gpu),
     }
     return (tile.num_tiles(*x.shape),), arguments, tile.options
 
@@ -164,22 +172,23 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     gpu = Gpu(capability, num_sms=132)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    for name, cell, num_columns, dtype, fp8, is_static, has_residual in (
-        ("tensor", (256, 7168), 7168, bf16, e4m3, True, False),
-        ("row", (1, 7168), 7168, bf16, e4m3, False, True),
-        ("row", (1, 7168), 7168, bf16, e4m3, False, False),
-        ("row", (1, 1536), 1536, fp16, e5m2, False, False),
-        ("row", (1, 512), 512, bf16, e4m3, False, False),
-        ("group", (1, 128), 7168, bf16, e4m3, False, True),
-        ("group", (1, 128), 7168, bf16, e4m3, False, False),
-        ("row", (1, 16384), 16384, fp32, e4m3, False, True),
-    ):
+    variants: tuple[tuple[Cell, int, torch.dtype, torch.dtype, bool, bool], ...] = (
+        ("tensor", 7168, bf16, e4m3, True, False),
+        ("row", 7168, bf16, e4m3, False, True),
+        ("row", 7168, bf16, e4m3, False, False),
+        ("row", 1536, fp16, e5m2, False, False),
+        ("row", 512, bf16, e4m3, False, False),
+        ("group", 7168, bf16, e4m3, False, True),
+        ("group", 7168, bf16, e4m3, False, False),
+        ("row", 16384, fp32, e4m3, False, True),
+    )
+    for granularity, num_columns, dtype, fp8, is_static, has_residual in variants:
         x = torch.empty(256, num_columns, dtype=dtype, device="meta")
         values = torch.empty_like(x, dtype=fp8)
-        scales = (triton.cdiv(256, cell[0]), triton.cdiv(num_columns, cell[1]))
-        label = f"{name}-{dtype}-{fp8}-K{num_columns}".replace("torch.", "")
+        scale = torch.empty(scale_shape(granularity, 256, num_columns), device="meta")
+        label = f"{granularity}-{dtype}-{fp8}-K{num_columns}".replace("torch.", "")
         _, arguments, options = _call(
-            x, x[0], x if has_residual else None, values, torch.empty(scales, device="meta"), cell,
+            x, x[0], x if has_residual else None, values, scale, granularity,
             is_static, False, 1e-6, gpu,
         )  # fmt: skip
         label += "-residual" * has_residual

@@ -11,10 +11,11 @@ from torch import Tensor
 from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
+    Cell,
     choose_tile,
-    kind_of_cell,
     load_chunks,
     quantizing_fields,
+    scale_shape,
     store_quantized,
     tile_at,
 )
@@ -64,13 +65,13 @@ def silu_and_mul_quant_fp8(
     x: Tensor,
     values: Tensor,
     scale: Tensor,
-    cell: tuple[int, int],
+    granularity: Cell,
     is_static: bool,
     power_of_two: bool,
 ) -> None:
     """Launch once. ``kvkern.silu_and_mul_quant_fp8`` has checked the arguments; none is empty."""
     grid, arguments, options = _call(
-        x, values, scale, cell, is_static, power_of_two, gpu_of(x.device)
+        x, values, scale, granularity, is_static, power_of_two, gpu_of(x.device)
     )
     _silu_and_mul_quant_fp8_kernel[grid](**arguments, **options)
 
@@ -79,18 +80,17 @@ def _call(
     x: Tensor,
     values: Tensor,
     scale: Tensor,
-    cell: tuple[int, int],
+    granularity: Cell,
     is_static: bool,
     power_of_two: bool,
     gpu: Gpu,
 ) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
-    kind = kind_of_cell(cell)
-    tile = choose_tile(values.shape[1], "tensor" if is_static else kind)
+    tile = choose_tile(values.shape[1], "tensor" if is_static else granularity)
     arguments = {
         "x_ptr": x,
         "num_rows": x.shape[0],
         "stride_x": x.stride(0),
-        **quantizing_fields(values, scale, kind, tile, is_static, power_of_two, gpu.has_fp8),
+        **quantizing_fields(values, scale, granularity, tile, is_static, power_of_two, gpu),
     }
     return (tile.num_tiles(*values.shape),), arguments, tile.options
 
@@ -100,19 +100,18 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     gpu = Gpu(capability, num_sms=132)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    for name, cell, num_columns, dtype, fp8, is_static in (
-        ("tensor", (256, 7168), 7168, bf16, e4m3, True),
-        ("row", (1, 2048), 2048, bf16, e4m3, False),
-        ("row", (1, 18432), 18432, bf16, e4m3, False),
-        ("row", (1, 7168), 7168, fp32, e5m2, False),
-        ("group", (1, 128), 2048, bf16, e4m3, False),
-        ("group", (1, 128), 18432, fp16, e4m3, False),
-    ):
+    variants: tuple[tuple[Cell, int, torch.dtype, torch.dtype, bool], ...] = (
+        ("tensor", 7168, bf16, e4m3, True),
+        ("row", 2048, bf16, e4m3, False),
+        ("row", 18432, bf16, e4m3, False),
+        ("row", 7168, fp32, e5m2, False),
+        ("group", 2048, bf16, e4m3, False),
+        ("group", 18432, fp16, e4m3, False),
+    )
+    for granularity, num_columns, dtype, fp8, is_static in variants:
         x = torch.empty(256, 2 * num_columns, dtype=dtype, device="meta")
         values = torch.empty(256, num_columns, dtype=fp8, device="meta")
-        scales = (triton.cdiv(256, cell[0]), triton.cdiv(num_columns, cell[1]))
-        label = f"{name}-{dtype}-{fp8}-I{num_columns}".replace("torch.", "")
-        _, arguments, options = _call(
-            x, values, torch.empty(scales, device="meta"), cell, is_static, False, gpu
-        )
+        scale = torch.empty(scale_shape(granularity, 256, num_columns), device="meta")
+        label = f"{granularity}-{dtype}-{fp8}-I{num_columns}".replace("torch.", "")
+        _, arguments, options = _call(x, values, scale, granularity, is_static, False, gpu)
         yield config_of_call(_silu_and_mul_quant_fp8_kernel, label, arguments, options)

@@ -76,7 +76,7 @@ def quantize_fp8(
     run = choose("quantize_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
-    run(_as_rows("x", x), *_cells_of(quantized, granularity), scale is not None, power_of_two)
+    run(_as_rows("x", x), *_by_row(quantized), granularity, scale is not None, power_of_two)
     return quantized
 
 
@@ -131,8 +131,8 @@ def rms_norm_quant_fp8(
         return _empty(quantized, is_static=scale is not None)
     rows = _as_rows("x", x)
     sums = None if residual is None else _as_rows("residual", residual)
-    cells = _cells_of(quantized, granularity)
-    run(rows, gamma, sums, *cells, scale is not None, power_of_two, float(eps))
+    style = (granularity, scale is not None, power_of_two)
+    run(rows, gamma, sums, *_by_row(quantized), *style, float(eps))
     return quantized
 
 
@@ -176,7 +176,7 @@ def silu_and_mul_quant_fp8(
     run = choose("silu_and_mul_quant_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
-    run(_as_rows("x", x), *_cells_of(quantized, granularity), scale is not None, power_of_two)
+    run(_as_rows("x", x), *_by_row(quantized), granularity, scale is not None, power_of_two)
     return quantized
 
 
@@ -220,7 +220,7 @@ def dequantize_fp8(
     run = choose("dequantize_fp8", backend, values.device, dtype)
     if values.numel() > 0:
         rows = _as_rows("values", values)
-        run(rows, _as_cells(scale), _cell_of(rows, granularity), result.view(rows.shape))
+        run(rows, _as_cells(scale), granularity, result.view(rows.shape))
     return result
 
 
@@ -269,12 +269,10 @@ def _empty(quantized: QuantizedFP8, is_static: bool) -> QuantizedFP8:
     return quantized
 
 
-def _cells_of(
-    quantized: QuantizedFP8, granularity: Granularity
-) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """As backends take them: values by row, scales by cell, and what rows and columns share one."""
+def _by_row(quantized: QuantizedFP8) -> tuple[Tensor, Tensor]:
+    """As backends take them; of what is not empty."""
     rows = quantized.values.view(-1, quantized.values.shape[-1])
-    return rows, _as_cells(quantized.scale), _cell_of(rows, granularity)
+    return rows, _as_cells(quantized.scale)
 
 
 def _match(
@@ -308,17 +306,6 @@ def _as_rows(name: str, x: Tensor) -> Tensor:
 
 def _as_cells(scale: Tensor) -> Tensor:
     return scale.view(-1, scale.shape[-1])
-
-
-def _cell_of(rows: Tensor, granularity: Granularity) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
-    num_rows, num_columns = rows.shape
-    return {
-        "tensor": (num_rows, num_columns),
-        "row": (1, num_columns),
-        "group": (1, _CELL),
-        "block": (_CELL, _CELL),
-    }[granularity]
 
 
 def _has_blocks(shape: tuple[int, ...]) -> bool:

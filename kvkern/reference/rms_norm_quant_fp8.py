@@ -12,7 +12,7 @@ def rms_norm_quant_fp8(
     residual: Tensor | None,  # [M, K]
     values: Tensor,  # [M, K]
     scale: Tensor,  # fp32 [cells of M, cells of K]
-    cell: tuple[int, int],
+    granularity: str,
     is_static: bool,
     power_of_two: bool,
     eps: float,
@@ -22,4 +22,4 @@ def rms_norm_quant_fp8(
         residual.copy_(x.float() + residual.float())
         x = residual
     y = rms_norm(x.float(), gamma, eps, round_hf=False)
-    quantize_fp8(y, values, scale, cell, is_static, power_of_two)
+    quantize_fp8(y, values, scale, granularity, is_static, power_of_two)
