@@ -127,15 +127,15 @@ def tile_at(
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Its first row, in int64, and first column."""
+    """Its first row and first column."""
     TILES_K: tl.constexpr = (NUM_COLUMNS + COLUMNS * CHUNKS - 1) // (COLUMNS * CHUNKS)
-    return (tile // TILES_K).to(tl.int64) * ROWS, tile % TILES_K * (COLUMNS * CHUNKS)
+    return tile // TILES_K * ROWS, tile % TILES_K * (COLUMNS * CHUNKS)
 
 
 @triton.jit
 def rows_from(first_row, ROWS: tl.constexpr):
-    """``[rows, 1, 1]``."""
-    return first_row + tl.arange(0, ROWS)[:, None, None]
+    """``[rows, 1, 1]``, in int64."""
+    return (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
 
 
 @triton.jit
@@ -261,16 +261,22 @@ def _inverse_scale(
         )
         return tl.div_rn(1.0, scale)
     else:
-        largest = finite_magnitude(chunks[0].to(tl.float32))
-        for i in tl.static_range(1, CHUNKS):
-            largest = tl.maximum(largest, finite_magnitude(chunks[i].to(tl.float32)))
-        largest = tl.max(largest, axis=2, keep_dims=True)
+        largest = tl.max(largest_of(chunks, CHUNKS), axis=2, keep_dims=True)
         if CELL == "block":
             largest = tl.max(largest, axis=0, keep_dims=True)
         scale = scale_for(largest, POWER_OF_TWO, LIMIT)
         offs, mask = _scale_at(first_row, first_column, num_rows, NUM_COLUMNS, ROWS, COLUMNS, CELL)
         tl.store(scale_ptr + offs, scale, mask=mask)
         return inverse_of(scale)
+
+
+@triton.jit
+def largest_of(chunks, CHUNKS: tl.constexpr):
+    """Finite magnitudes, element by element: a thread's own."""
+    largest = finite_magnitude(chunks[0].to(tl.float32))
+    for i in tl.static_range(1, CHUNKS):
+        largest = tl.maximum(largest, finite_magnitude(chunks[i].to(tl.float32)))
+    return largest
 
 
 @triton.jit

@@ -17,9 +17,9 @@ from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
     LONGEST_ROW,
     Cell,
-    Tile,
     choose_tile,
     columns_from,
+    largest_of,
     load_chunks,
     load_scale,
     quantizing_fields,
@@ -33,7 +33,6 @@ from kvkern.kernels.fp8_tiles import (
 from kvkern.kernels.numerics import (
     decode_e4m3,
     decode_e5m2,
-    finite_magnitude,
     inverse_of,
     round_to,
 )
@@ -105,19 +104,22 @@ def _partial_maxima_kernel(
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """max |x| of every ``num_partials``-th tile of a cell of whole rows, where that is finite."""
     cell, first_tile = tl.program_id(0) // num_partials, tl.program_id(0) % num_partials
     x_ptr += cell.to(tl.int64) * num_rows * stride_x
-    TILES_K: tl.constexpr = (NUM_COLUMNS + COLUMNS - 1) // COLUMNS
-    amax = tl.zeros([ROWS, COLUMNS], tl.float32)
+    TILES_K: tl.constexpr = (NUM_COLUMNS + COLUMNS * CHUNKS - 1) // (COLUMNS * CHUNKS)
+    amax = tl.zeros([ROWS, 1, COLUMNS], tl.float32)
     for tile in range(first_tile, tl.cdiv(num_rows, ROWS) * TILES_K, num_partials):
-        row = (tile // TILES_K * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        column = (tile % TILES_K * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-        mask = (row < num_rows) & (column < NUM_COLUMNS)
-        x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=0.0)
-        amax = tl.maximum(amax, finite_magnitude(x.to(tl.float32)))
-    tl.store(partials_ptr + tl.program_id(0), tl.max(tl.max(amax, axis=1), axis=0))
+        first_row, first_column = tile_at(tile, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS)
+        chunks = load_chunks(
+            x_ptr, first_row, first_column, num_rows, stride_x, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS,
+            "tensor",
+        )  # fmt: skip
+        amax = tl.maximum(amax, largest_of(chunks, CHUNKS))
+    amax = tl.max(tl.max(tl.max(amax, axis=2), axis=1), axis=0)
+    tl.store(partials_ptr + tl.program_id(0), amax)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -200,10 +202,7 @@ def _most_partials(granularity: Cell) -> int:
 def _maxima_call(x: Tensor, granularity: Cell) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     num_columns = x.shape[1]
     num_rows, num_cells = (1, x.shape[0]) if granularity == "row" else (x.shape[0], 1)
-    columns = min(
-        max(triton.next_power_of_2(num_columns), 128), 4096 if granularity == "row" else 1024
-    )
-    tile = Tile(4096 // columns, columns, 1, 8)
+    tile = choose_tile(num_columns, "tensor")
     num_partials = min(tile.num_tiles(num_rows, num_columns), _most_partials(granularity))
     arguments = {
         "x_ptr": x,
@@ -211,9 +210,7 @@ def _maxima_call(x: Tensor, granularity: Cell) -> tuple[Any, dict[str, Any], dic
         "num_rows": num_rows,
         "num_partials": num_partials,
         "stride_x": x.stride(0),
-        "NUM_COLUMNS": num_columns,
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
+        **tile.fields(num_columns),
     }
     return (num_partials * num_cells,), arguments, tile.options
 
