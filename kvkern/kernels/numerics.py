@@ -133,10 +133,11 @@ def finite_magnitude(x):
 
 @triton.jit
 def over_constant(x, DIVISOR: tl.constexpr):
-    """x / DIVISOR, rounded once; ``x`` and the quotient are 0, NaN or no less than 2^-100.
+    """x / DIVISOR, rounded once where that is 2^-100 or more, and no more than that below.
 
-    Three instructions, where a division that takes any number is ten and a branch. Source:
-    Markstein, IBM J. Res. Dev. 34(1), 1990, theorem 8.3.
+    Three instructions, where a division that takes any number is ten and a branch. The divisors are
+    e4m3's and e5m2's largest: of another, its own inverse might be too far off. Source: Markstein,
+    IBM J. Res. Dev. 34(1), 1990.
     """
     if INTERPRET:  # has no fused product
         return tl.div_rn(x, DIVISOR)
