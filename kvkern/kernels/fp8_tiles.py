@@ -61,7 +61,8 @@ class Tile(NamedTuple):
 def choose_tile(num_columns: int, within: Cell, thread: int = 8) -> Tile:
     """``within``: what must lie in a tile whole; nothing of a ``"tensor"``.
 
-    A row of more than ``LONGEST_ROW`` spills, where it has to be whole nevertheless. ``thread``: consecutive elements of a thread, 16 bytes of what has most.
+    A row of more than ``LONGEST_ROW`` spills, where it has to be whole nevertheless. ``thread``:
+    consecutive elements of a thread, 16 bytes of what has most.
     """
     if within == "block":
         return Tile(128, 128, 1, 16)
