@@ -24,6 +24,7 @@ import torch
 from benchmarks.cases import CASES, Case, Implementation, make_step
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
 from benchmarks.peers import peers_of
+from benchmarks.quantize_cases import QUANTIZE_CASES, QuantizeCase, QuantizeStep
 from kvkern.testing.timing import (
     Timing,
     capture,
@@ -32,6 +33,9 @@ from kvkern.testing.timing import (
     matmul_rate,
     time_interleaved_us,
 )
+
+AnyCase = Case | QuantizeCase | MatmulCase
+ALL_CASES: tuple[AnyCase, ...] = (*CASES, *QUANTIZE_CASES, *MATMUL_CASES)
 
 
 class Measured(NamedTuple):
@@ -42,7 +46,6 @@ class Measured(NamedTuple):
     clock: str
 
 
-AnyCase = Case | MatmulCase
 Clock = Callable[[Sequence[Implementation]], list[Measured]]
 
 
@@ -80,14 +83,17 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row per implementation; if kvkern's result is wrong, one row with ``error`` and no time."""
     tell(case.name)
-    step = MatmulStep(case, device) if isinstance(case, MatmulCase) else make_step(case, device)
-    kvkern = step.kvkern()
+    if isinstance(case, QuantizeCase):  # no other library has these alone
+        kvkern, peers = QuantizeStep(case, device).kvkern(), iter(())
+    else:
+        step = MatmulStep(case, device) if isinstance(case, MatmulCase) else make_step(case, device)
+        kvkern, peers = step.kvkern(), peers_of(step)
     error = _error(kvkern)
     if error is not None:
         tell(f"  kvkern is wrong and not timed: {error}")
         return [_row(case, machine, kvkern, error, None, None)]
     implementations = [kvkern, *limits_of(case, torch.device(device))]
-    for peer in peers_of(step) if with_peers else ():
+    for peer in peers if with_peers else ():
         if isinstance(peer, str):
             tell(f"  {peer}")
         else:
@@ -102,8 +108,8 @@ def measure(
 
 
 def limits_of(case: AnyCase, device: torch.device) -> list[Implementation]:
-    """What to hold a time of ``write_kv`` against: nothing at all, and moving as many bytes."""
-    if case.op != "write_kv" or device.type != "cuda":
+    """What to hold a time without products against: nothing at all, and moving as many bytes."""
+    if case.num_flops > 0 or device.type != "cuda":
         return []
     num_bytes = case.num_bytes // 2 // 4096 * 4096  # whole pages: others are copied more slowly
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -209,9 +215,7 @@ def _output(command: list[str]) -> str:
     return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
 
 
-def main(
-    arguments: Sequence[str] | None = None, cases: Sequence[AnyCase] = (*CASES, *MATMUL_CASES)
-) -> int:
+def main(arguments: Sequence[str] | None = None, cases: Sequence[AnyCase] = ALL_CASES) -> int:
     """Returns 1 if a result was wrong, 2 if no case was chosen."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--op", nargs="*", choices=sorted({case.op for case in cases}))

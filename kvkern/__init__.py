@@ -26,7 +26,13 @@ from kvkern.ops.attention import (
 )
 from kvkern.ops.matmul import fp8_gemm, scaled_mm
 from kvkern.ops.pages import PageCopy, copy_pages, gather_kv
-from kvkern.ops.quantize import QuantizedFP8, dequantize_fp8, quantize_fp8
+from kvkern.ops.quantize import (
+    QuantizedFP8,
+    dequantize_fp8,
+    quantize_fp8,
+    rms_norm_quant_fp8,
+    silu_and_mul_quant_fp8,
+)
 from kvkern.ops.write_kv import write_kv
 
 __version__ = "0.1.0"
@@ -63,5 +69,7 @@ __all__ = [
     "mla_prefill",
     "quantize_fp8",
     "scaled_mm",
+    "rms_norm_quant_fp8",
+    "silu_and_mul_quant_fp8",
     "write_kv",
 ]

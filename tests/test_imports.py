@@ -40,6 +40,8 @@ OPS = [
     "mla_prefill",
     "quantize_fp8",
     "scaled_mm",
+    "rms_norm_quant_fp8",
+    "silu_and_mul_quant_fp8",
     "write_kv",
 ]
 

@@ -305,6 +305,8 @@ TABLE: dict[str, tuple[Backend, ...]] = {
             _deepgemm_refuses_call,
         ),
     ),
+    "rms_norm_quant_fp8": _row("rms_norm_quant_fp8", "rms_norm_quant_fp8"),
+    "silu_and_mul_quant_fp8": _row("silu_and_mul_quant_fp8", "silu_and_mul_quant_fp8"),
 }
 
 
