@@ -26,6 +26,17 @@ from kvkern.ops.attention import (
 )
 from kvkern.ops.pages import PageCopy, copy_pages, gather_kv
 from kvkern.ops.quantize import QuantizedFP8, dequantize_fp8, quantize_fp8
+from kvkern.ops.weight_only import (
+    QuantizedInt4,
+    QuantizedInt8,
+    dequantize_int4,
+    dequantize_int8,
+    matmul_w4a16,
+    matmul_w8a8,
+    matmul_w8a16,
+    quantize_int4,
+    quantize_int8,
+)
 from kvkern.ops.write_kv import write_kv
 
 __version__ = "0.1.0"
@@ -47,6 +58,8 @@ __all__ = [
     "PagedKVCache",
     "PrefixIndex",
     "QuantizedFP8",
+    "QuantizedInt4",
+    "QuantizedInt8",
     "ShapeMismatchError",
     "UnsupportedDtypeError",
     "UnsupportedError",
@@ -54,11 +67,18 @@ __all__ = [
     "calibrate",
     "copy_pages",
     "dequantize_fp8",
+    "dequantize_int4",
+    "dequantize_int8",
     "explain",
     "gather_kv",
+    "matmul_w4a16",
+    "matmul_w8a8",
+    "matmul_w8a16",
     "merge_states",
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",
+    "quantize_int4",
+    "quantize_int8",
     "write_kv",
 ]

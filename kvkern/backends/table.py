@@ -165,6 +165,13 @@ TABLE: dict[str, tuple[Backend, ...]] = {
     "copy_pages": _row("copy_pages", "copy_pages"),
     "quantize_fp8": _row("quantize_fp8", "quantize_fp8"),
     "dequantize_fp8": _row("quantize_fp8", "dequantize_fp8"),
+    "quantize_int8": _row("quantize_int", "quantize_int"),
+    "quantize_int4": _row("quantize_int", "quantize_int"),
+    "dequantize_int8": _row("quantize_int", "dequantize_int"),
+    "dequantize_int4": _row("quantize_int", "dequantize_int"),
+    "matmul_w8a16": _row("matmul_weight_only", "matmul_weight_only"),
+    "matmul_w4a16": _row("matmul_weight_only", "matmul_weight_only"),
+    "matmul_w8a8": _row("matmul_w8a8", "matmul_w8a8"),
 }
 
 

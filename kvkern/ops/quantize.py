@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import choose
-from kvkern.errors import ArgumentError, LayoutError, ShapeMismatchError
+from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
-from kvkern.ops._sizes import FLOATS, Sizes
+from kvkern.ops._sizes import FLOATS, Sizes, as_rows
 
 Granularity = Literal["tensor", "row", "group", "block"]
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -91,7 +91,7 @@ def quantize_fp8(
         if not is_static:
             scale.fill_(MIN_TOKEN_SCALE)
         return QuantizedFP8(values, scale)
-    rows = _as_rows("x", x)
+    rows = as_rows("x", x)
     cell = _cell_of(rows, granularity)
     run(rows, values.view(rows.shape), _as_cells(scale), cell, is_static, power_of_two)
     return QuantizedFP8(values, scale)
@@ -136,7 +136,7 @@ def dequantize_fp8(
     result = torch.empty(values.shape, dtype=dtype, device=values.device) if out is None else out
     run = choose("dequantize_fp8", backend, values.device, dtype)
     if values.numel() > 0:
-        rows = _as_rows("values", values)
+        rows = as_rows("values", values)
         run(rows, _as_cells(scale), _cell_of(rows, granularity), result.view(rows.shape))
     return result
 
@@ -154,20 +154,6 @@ def _match(
         raise ShapeMismatchError(f"{name}: want [..., K], got []")
     dims = {f"D{number}": size for number, size in enumerate(shape)}
     Sizes(device, **dims).match(name, tensor, " ".join(dims), *dtypes, strides=strides)
-
-
-def _as_rows(name: str, x: Tensor) -> Tensor:
-    """``[M, K]`` without a copy; of ``x`` that is not empty."""
-    try:
-        rows = x.view(-1, x.shape[-1])
-        is_folded = rows.shape[1] == 1 or rows.stride(1) == 1
-    except RuntimeError:
-        is_folded = False
-    if not is_folded:
-        raise LayoutError(
-            f"{name}: want contiguous rows at one distance, got strides {list(x.stride())}"
-        )
-    return rows
 
 
 def _as_cells(scale: Tensor) -> Tensor:
