@@ -33,11 +33,18 @@ OPS = [
     "absorb_weights",
     "copy_pages",
     "dequantize_fp8",
+    "dequantize_int4",
+    "dequantize_int8",
     "gather_kv",
+    "matmul_w4a16",
+    "matmul_w8a16",
+    "matmul_w8a8",
     "merge_states",
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",
+    "quantize_int4",
+    "quantize_int8",
     "write_kv",
 ]
 

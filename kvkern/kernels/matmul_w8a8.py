@@ -75,7 +75,7 @@ def _quantize_rows_kernel(
     tl.store(sum_ptr + row, tl.sum(tl.sum(total, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "chunks_per_split"])
+@triton.jit(do_not_specialize=["num_rows", "chunks_per_split"])
 def _matmul_w8a8_kernel(
     codes_ptr,  # int8 [M, chunks, 128]: of x
     x_scale_ptr,  # fp32 [M]
@@ -88,7 +88,6 @@ def _matmul_w8a8_kernel(
     num_rows,
     num_columns,
     num_chunks,
-    num_splits,
     chunks_per_split,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -179,8 +178,8 @@ def _quantize_arguments(x: Tensor, codes: _Codes) -> dict[str, Any]:
         "depth": x.shape[1],
         "stride_x": x.stride(0),
         "num_chunks": codes.values.shape[1],
-        "BLOCK_K": 1024,
-        "BLOCK_C": 8,
+        "BLOCK_K": 4096,
+        "BLOCK_C": 32,
     }
 
 
@@ -209,7 +208,6 @@ def _matmul_call(
         "num_rows": num_rows,
         "num_columns": num_columns,
         "num_chunks": num_chunks,
-        "num_splits": tiles.num_splits,
         "chunks_per_split": triton.cdiv(num_chunks, tiles.num_splits),
         "BLOCK_M": tiles.rows,
         "BLOCK_N": tiles.columns,

@@ -1,6 +1,6 @@
 """matmul_w8a16, matmul_w4a16: out = x @ ((stored - zero) * scale).T, weights exact in 16 bits.
 
-Weights are the MMA's rows and tokens its columns, of which it takes as few as 16. A product of few
+Weights are the MMA's rows and tokens its columns, of which it takes as few as 8. A product of few
 tokens is cut along K, so that every SM streams weights; the parts are summed in a second launch.
 """
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.numerics import compute_dtype, round_to
 from kvkern.kernels.packed_ints import CHUNK_WORDS, chunk_columns, float_plane, planes_per_group
@@ -26,7 +26,7 @@ from kvkern.kernels.sum_splits import (
 )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "chunks_per_split"])
+@triton.jit(do_not_specialize=["num_rows", "chunks_per_split"])
 def _matmul_kernel(
     x_ptr,  # [M, K]
     words_ptr,  # int32 [chunks, N, CHUNK_WORDS]
@@ -38,7 +38,6 @@ def _matmul_kernel(
     num_columns,
     depth,  # K
     stride_x,
-    num_splits,
     chunks_per_split,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,  # columns of x that share a scale; 0: all
@@ -150,6 +149,7 @@ def choose_tiles(
 
 
 _SHAPES = {  # rows of x: columns of out, warps, stages, programs that an SM holds
+    8: (128, 4, 3, 4),
     16: (128, 4, 3, 3),
     32: (128, 8, 3, 2),
     64: (128, 8, 3, 1),
@@ -207,7 +207,6 @@ def _matmul_call(
         "num_columns": num_columns,
         "depth": depth,
         "stride_x": x.stride(0),
-        "num_splits": tiles.num_splits,
         "chunks_per_split": triton.cdiv(num_chunks, tiles.num_splits),
         "BITS": bits,
         "GROUP": 0 if group_size >= depth else group_size,
@@ -231,11 +230,13 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     gpu = Gpu(capability, num_sms=132)
     bf16, fp16 = torch.bfloat16, torch.float16
     for bits, group_size, dtype, has_zero, num_rows in (
+        (8, 11008, bf16, False, 8),
         (8, 11008, bf16, False, 16),
         (8, 11008, bf16, True, 128),
         (8, 11008, bf16, False, 128),
         (8, 11008, fp16, True, 32),
         (8, 11008, fp16, False, 64),
+        (4, 128, bf16, False, 8),
         (4, 128, bf16, False, 16),
         (4, 128, bf16, True, 128),
         (4, 128, bf16, False, 128),
@@ -259,12 +260,13 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         _, arguments, options = _matmul_call(
             x, values, scale, zero, None, group_size, parts, tiles, gpu
         )
-        yield config_of_call(_matmul_kernel, label, arguments, options)
+        yield config_of_call(_matmul_kernel, label, arguments, options, **SMALL_SPILLS)
         whole = tiles._replace(num_splits=1)
         _, arguments, options = _matmul_call(
             x, values, scale, zero, out[0], group_size, out, whole, gpu
         )
-        yield config_of_call(_matmul_kernel, f"{label}-whole", arguments, options)
+        name = f"{label}-whole"
+        yield config_of_call(_matmul_kernel, name, arguments, options, **SMALL_SPILLS)
     parts = torch.empty(8, 16, 4096, device="meta")
     for dtype in (bf16, fp16):
         out = torch.empty(16, 4096, dtype=dtype, device="meta")

@@ -87,9 +87,10 @@ def _plane_asm(plane, bits, is_bf16, has_zero):
         lines += [f"mov.b32 b, {too_much:#x};"]
         if has_zero:
             lines += [f"{fma} b, $3, less, b;"]
-    lines += [f"{fma} $0, a, one, b;"]
-    if has_zero and bits == 8 and is_bf16:  # last, as only the difference is exact
-        lines += [f"{fma} $0, $3, less, $0;"]
+    if has_zero and bits == 8 and is_bf16:  # last: before, there are too few bits for it
+        lines += [f"{fma} a, a, one, b;", f"{fma} $0, $3, less, a;"]
+    else:
+        lines += [f"{fma} $0, a, one, b;"]
     return "{" + " ".join(lines) + "}"
 
 

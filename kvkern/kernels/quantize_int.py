@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.numerics import round_to
 from kvkern.kernels.packed_ints import CHUNK_WORDS, chunk_columns, round_to_int
 from kvkern.layout import MIN_TOKEN_SCALE
@@ -230,4 +230,4 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         calls += [(_dequantize_kernel, _dequantize_call(values, scale, zero, group_size, weight))]
         for kernel, (_, arguments) in calls:
             name = f"{kernel.__name__.strip('_')}-{label}"
-            yield config_of_call(kernel, name, arguments, _NO_FUSION)
+            yield config_of_call(kernel, name, arguments, _NO_FUSION, **SMALL_SPILLS)
