@@ -242,8 +242,9 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         zero = torch.empty_like(scale) if has_zero else None
         codes = _new_codes(x)
         label = f"M{num_rows}-{dtype}-S{num_splits}".replace("torch.", "") + "-zero" * has_zero
-        arguments = _quantize_arguments(x, codes)
-        yield config_of_call(_quantize_rows_kernel, f"rows-{label}", arguments, _NO_FUSION)
+        if num_rows == 16 or dtype == torch.float16:
+            arguments = _quantize_arguments(x, codes)
+            yield config_of_call(_quantize_rows_kernel, f"rows-{label}", arguments, _NO_FUSION)
         tiles = choose_tiles(num_rows, 4096, 7168, 8, 7168, gpu)._replace(num_splits=num_splits)
         parts = out if num_splits == 1 else new_partials(num_splits, out, torch.int32)
         _, arguments, options = _matmul_call(codes, values, scale, zero, out[0], parts, tiles, gpu)

@@ -229,22 +229,23 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Each number of bits and size of group, with zeros and without; few tokens and many."""
     gpu = Gpu(capability, num_sms=132)
     bf16, fp16 = torch.bfloat16, torch.float16
-    for bits, group_size, dtype, has_zero, num_rows in (
-        (8, 11008, bf16, False, 8),
-        (8, 11008, bf16, False, 16),
-        (8, 11008, bf16, True, 128),
-        (8, 11008, bf16, False, 128),
-        (8, 11008, fp16, True, 32),
-        (8, 11008, fp16, False, 64),
-        (4, 128, bf16, False, 8),
-        (4, 128, bf16, False, 16),
-        (4, 128, bf16, True, 128),
-        (4, 128, bf16, False, 128),
-        (4, 128, fp16, True, 16),
-        (4, 128, fp16, False, 32),
-        (4, 64, bf16, False, 64),
-        (4, 32, bf16, True, 128),
-        (4, 11008, bf16, False, 16),
+    for bits, group_size, dtype, has_zero, num_rows, is_cut in (
+        (8, 11008, bf16, False, 8, True),
+        (8, 11008, bf16, False, 16, True),
+        (8, 11008, bf16, True, 16, False),
+        (8, 11008, fp16, True, 32, True),
+        (8, 11008, fp16, False, 64, False),
+        (8, 11008, bf16, False, 128, True),
+        (8, 11008, bf16, True, 128, False),
+        (4, 128, bf16, False, 8, True),
+        (4, 128, bf16, False, 16, True),
+        (4, 128, fp16, True, 16, False),
+        (4, 128, fp16, False, 32, True),
+        (4, 64, bf16, False, 64, True),
+        (4, 128, bf16, False, 128, True),
+        (4, 128, bf16, True, 128, False),
+        (4, 32, bf16, True, 128, True),
+        (4, 11008, bf16, False, 16, True),
     ):
         x = torch.empty(num_rows, 11008, dtype=dtype, device="meta")
         out = torch.empty(num_rows, 4096, dtype=dtype, device="meta")
@@ -254,21 +255,14 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         scale = torch.empty(11008 // group_size, 4096, device="meta")
         zero = torch.empty_like(scale) if has_zero else None
         tiles = choose_tiles(num_rows, 4096, 11008, bits, group_size, gpu)
+        tiles = tiles._replace(num_splits=4 if is_cut else 1)
         label = f"w{bits}-g{group_size}-M{num_rows}-{dtype}".replace("torch.", "")
-        label += "-zero" * has_zero
-        parts = new_partials(tiles.num_splits, out, torch.float32)
+        label += "-zero" * has_zero + "-cut" * is_cut
+        parts = new_partials(4, out, torch.float32) if is_cut else out
         _, arguments, options = _matmul_call(
-            x, values, scale, zero, None, group_size, parts, tiles, gpu
+            x, values, scale, zero, out[0], group_size, parts, tiles, gpu
         )
         yield config_of_call(_matmul_kernel, label, arguments, options, **SMALL_SPILLS)
-        whole = tiles._replace(num_splits=1)
-        _, arguments, options = _matmul_call(
-            x, values, scale, zero, out[0], group_size, out, whole, gpu
-        )
-        name = f"{label}-whole"
-        yield config_of_call(_matmul_kernel, name, arguments, options, **SMALL_SPILLS)
-    parts = torch.empty(8, 16, 4096, device="meta")
-    for dtype in (bf16, fp16):
-        out = torch.empty(16, 4096, dtype=dtype, device="meta")
-        _, arguments, options = sum_splits_call(parts, None, None, out[0], out, gpu)
-        yield config_of_call(sum_splits_kernel, f"sum-{dtype}", arguments, options)
+        if is_cut and num_rows == 16:
+            _, arguments, options = sum_splits_call(parts, None, None, out[0], out, gpu)
+            yield config_of_call(sum_splits_kernel, f"sum-{label}", arguments, options)
