@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
+from benchmarks.linear import LinearStep, cublas
 from kvkern import explain
 from kvkern.layout import E4M3_MAX, MIN_GROUP_SCALE, CacheFormat
 from kvkern.reference.paging import place_tokens
@@ -31,7 +32,7 @@ _ERRORS = (  # what importing, compiling and calling somebody else's code raises
 )
 
 
-def peers_of(step: Step) -> Iterator[Implementation | str]:
+def peers_of(step: Step | LinearStep) -> Iterator[Implementation | str]:
     """Each peer that takes the case, called once; or a line that says why it isn't here."""
     for make in _PEERS[step.case.op]:
         try:
@@ -406,4 +407,7 @@ _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {
         flash_mla_fp8,
     ),
     "mla_prefill": (fa3_prefill, cudnn_prefill),
+    "matmul_w8a16": (cublas,),
+    "matmul_w4a16": (cublas,),
+    "matmul_w8a8": (cublas,),
 }

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 import torch
 
 from benchmarks.cases import CASES, Case, Implementation, make_step
+from benchmarks.linear import LINEAR_CASES, LinearCase, LinearStep
 from benchmarks.peers import peers_of
 from kvkern.testing.timing import (
     Timing,
@@ -68,7 +69,7 @@ def host_clock(implementations: Sequence[Implementation]) -> list[Measured]:
 
 
 def measure(
-    case: Case,
+    case: Case | LinearCase,
     machine: dict[str, Any],
     clock: Clock,
     *,
@@ -78,7 +79,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row per implementation; if kvkern's result is wrong, one row with ``error`` and no time."""
     tell(case.name)
-    step = make_step(case, device)
+    is_linear = isinstance(case, LinearCase)
+    step = LinearStep(case, device) if is_linear else make_step(case, device)
     kvkern = step.kvkern()
     error = _error(kvkern)
     if error is not None:
@@ -99,7 +101,7 @@ def measure(
     return rows
 
 
-def limits_of(case: Case, device: torch.device) -> list[Implementation]:
+def limits_of(case: Case | LinearCase, device: torch.device) -> list[Implementation]:
     """What to hold a time of ``write_kv`` against: nothing at all, and moving as many bytes."""
     if case.op != "write_kv" or device.type != "cuda":
         return []
@@ -123,7 +125,7 @@ def _error(implementation: Implementation) -> str | None:
 
 
 def _row(
-    case: Case,
+    case: Case | LinearCase,
     machine: dict[str, Any],
     implementation: Implementation,
     error: str | None,
@@ -207,7 +209,10 @@ def _output(command: list[str]) -> str:
     return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
 
 
-def main(arguments: Sequence[str] | None = None, cases: Sequence[Case] = CASES) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    cases: Sequence[Case | LinearCase] = (*CASES, *LINEAR_CASES),
+) -> int:
     """Returns 1 if a result was wrong, 2 if no case was chosen."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--op", nargs="*", choices=sorted({case.op for case in cases}))
