@@ -1,7 +1,8 @@
 """matmul_w8a16, matmul_w4a16: out = x @ ((stored - zero) * scale).T, weights exact in 16 bits.
 
 Weights are the MMA's rows and tokens its columns, of which it takes as few as 8. A product of few
-tokens is cut along K, so that every SM streams weights; the parts are summed in a second launch.
+tokens is cut along K, so that every SM streams weights; the parts are summed in a second launch,
+which is not needed where K is shared by the warps of a program (``matmul_weight_only_few``).
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
+from kvkern.kernels.matmul_weight_only_few import matmul_few_kernel
 from kvkern.kernels.numerics import compute_dtype, round_to
 from kvkern.kernels.packed_ints import CHUNK_WORDS, chunk_columns, float_plane, planes_per_group
 from kvkern.kernels.sum_splits import (
@@ -70,7 +72,7 @@ def _matmul_kernel(
         scale = tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)
         zero = None
         if zero_ptr is not None:
-            zero = tl.load(zero_ptr + offs_n, mask=mask_n, other=0.0)
+            zero = tl.load(zero_ptr + offs_n, mask=mask_n, other=0.0)[:, None]
     for chunk in tl.range(first, last, num_stages=NUM_STAGES):
         words = tl.load(chunk_ptr + word_offs, mask=mask_n[:, None], other=0)
         chunk_ptr += num_columns * CHUNK_WORDS
@@ -84,7 +86,7 @@ def _matmul_kernel(
                 scale = tl.load(scale_ptr + group_offs, mask=mask_group, other=0.0)
                 zero = None
                 if zero_ptr is not None:
-                    zero = tl.load(zero_ptr + group_offs, mask=mask_group, other=0.0)
+                    zero = tl.load(zero_ptr + group_offs, mask=mask_group, other=0.0)[:, None]
             weight = float_plane(words, zero, plane, BITS, dtype)
             column = chunk * CHUNK + plane * CHUNK_WORDS
             mask_x = mask_m[None, :]
@@ -118,9 +120,22 @@ class Tiles(NamedTuple):
     num_splits: int
     num_warps: int
     num_stages: int
+    warps_share_k: bool = False
 
 
 def choose_tiles(
+    num_rows: int, num_columns: int, depth: int, bits: int, group_size: int, gpu: Gpu
+) -> Tiles:
+    """Programs of all K, if those fill the card and rows are so few that each may read all of x."""
+    if num_rows <= _FEW:
+        num_stages = 3 if gpu.has_large_shared else 2
+        for columns in (32, 16):
+            if triton.cdiv(num_columns, columns) >= 0.9 * gpu.num_sms:
+                return Tiles(8, columns, 1, 8, num_stages, warps_share_k=True)
+    return choose_split_tiles(num_rows, num_columns, depth, bits, group_size, gpu)
+
+
+def choose_split_tiles(
     num_rows: int, num_columns: int, depth: int, bits: int, group_size: int, gpu: Gpu
 ) -> Tiles:
     """Enough programs to fill the card, in no more splits than that takes.
@@ -148,6 +163,7 @@ def choose_tiles(
     return Tiles(rows, columns, triton.cdiv(num_chunks, chunks_per_split), num_warps, num_stages)
 
 
+_FEW = 4  # more rows of x are too much to read for a program of few columns
 _SHAPES = {  # rows of x: columns of out, warps, stages, programs that an SM holds
     8: (128, 4, 3, 4),
     16: (128, 4, 3, 3),
@@ -168,8 +184,14 @@ def matmul_weight_only(
 ) -> None:
     """One launch, or two where K is cut. ``kvkern.ops`` has checked the arguments; M, N > 0."""
     gpu = gpu_of(x.device)
-    bits = 8 if values.dtype == torch.int8 else 4
+    bits = _bits_of(values)
     tiles = choose_tiles(out.shape[0], out.shape[1], x.shape[1], bits, group_size, gpu)
+    if tiles.warps_share_k:
+        few_grid, arguments, options = _few_call(
+            x, values, scale, zero, bias, group_size, out, tiles
+        )
+        matmul_few_kernel[few_grid](**arguments, **options)
+        return
     parts = out if tiles.num_splits == 1 else new_partials(tiles.num_splits, out, torch.float32)
     grid, arguments, options = _matmul_call(
         x, values, scale, zero, bias, group_size, parts, tiles, gpu
@@ -191,38 +213,73 @@ def _matmul_call(
     tiles: Tiles,
     gpu: Gpu,
 ) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
-    num_rows, num_columns = parts.shape[-2:]
-    depth = x.shape[1]
-    bits = 8 if values.dtype == torch.int8 else 4
-    num_chunks = triton.cdiv(depth, chunk_columns(bits))
     is_cut = tiles.num_splits > 1
     arguments = {
+        **_shared_arguments(x, values, scale, zero, group_size, parts, tiles),
+        "bias_ptr": None if is_cut else bias,
+        "chunks_per_split": triton.cdiv(values.shape[0], tiles.num_splits),
+        "LETS_NEXT_START": is_cut and can_start_early(gpu),
+    }
+    options = {"num_warps": tiles.num_warps, "enable_fp_fusion": True}
+    return (*_tiles_of(parts, tiles), tiles.num_splits), arguments, options
+
+
+def _few_call(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    out: Tensor,
+    tiles: Tiles,
+) -> tuple[tuple[int, int], dict[str, Any], dict[str, Any]]:
+    arguments = {
+        **_shared_arguments(x, values, scale, zero, group_size, out, tiles),
+        "bias_ptr": bias,
+        "BLOCK_C": tiles.num_warps,
+    }
+    options = {"num_warps": tiles.num_warps, "enable_fp_fusion": True}
+    return _tiles_of(out, tiles), arguments, options
+
+
+def _shared_arguments(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    group_size: int,
+    out: Tensor,
+    tiles: Tiles,
+) -> dict[str, Any]:
+    num_rows, depth = x.shape
+    bits = _bits_of(values)
+    return {
         "x_ptr": x,
         "words_ptr": values.view(torch.int32),
         "scale_ptr": scale,
         "zero_ptr": zero,
-        "bias_ptr": None if is_cut else bias,
-        "out_ptr": parts,
+        "out_ptr": out,
         "num_rows": num_rows,
-        "num_columns": num_columns,
+        "num_columns": out.shape[-1],
         "depth": depth,
         "stride_x": x.stride(0),
-        "chunks_per_split": triton.cdiv(num_chunks, tiles.num_splits),
         "BITS": bits,
         "GROUP": 0 if group_size >= depth else group_size,
         "HAS_TAIL": depth % chunk_columns(bits) != 0,
         "BLOCK_M": tiles.rows,
         "BLOCK_N": tiles.columns,
         "NUM_STAGES": tiles.num_stages,
-        "LETS_NEXT_START": is_cut and can_start_early(gpu),
     }
-    options = {"num_warps": tiles.num_warps, "enable_fp_fusion": True}
-    grid = (
-        triton.cdiv(num_columns, tiles.columns),
-        triton.cdiv(num_rows, tiles.rows),
-        tiles.num_splits,
-    )
-    return grid, arguments, options
+
+
+def _tiles_of(out: Tensor, tiles: Tiles) -> tuple[int, int]:
+    num_rows, num_columns = out.shape[-2:]
+    return triton.cdiv(num_columns, tiles.columns), triton.cdiv(num_rows, tiles.rows)
+
+
+def _bits_of(values: Tensor) -> int:
+    return 8 if values.dtype == torch.int8 else 4
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -254,7 +311,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         values = torch.empty(num_chunks, 4096, 128, dtype=stored, device="meta")
         scale = torch.empty(11008 // group_size, 4096, device="meta")
         zero = torch.empty_like(scale) if has_zero else None
-        tiles = choose_tiles(num_rows, 4096, 11008, bits, group_size, gpu)
+        tiles = choose_split_tiles(num_rows, 4096, 11008, bits, group_size, gpu)
         tiles = tiles._replace(num_splits=4 if is_cut else 1)
         label = f"w{bits}-g{group_size}-M{num_rows}-{dtype}".replace("torch.", "")
         label += "-zero" * has_zero + "-cut" * is_cut
@@ -263,6 +320,12 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
             x, values, scale, zero, out[0], group_size, parts, tiles, gpu
         )
         yield config_of_call(_matmul_kernel, label, arguments, options, **SMALL_SPILLS)
+        if num_rows <= 16:
+            num_columns = 4096 if has_zero else 2048
+            few = choose_tiles(1, num_columns, 11008, bits, group_size, gpu)
+            _, arguments, options = _few_call(x, values, scale, zero, out[0], group_size, out, few)
+            name = f"few-{label}"
+            yield config_of_call(matmul_few_kernel, name, arguments, options, **SMALL_SPILLS)
         if is_cut and num_rows == 16:
             _, arguments, options = sum_splits_call(parts, None, None, out[0], out, gpu)
             yield config_of_call(sum_splits_kernel, f"sum-{label}", arguments, options)

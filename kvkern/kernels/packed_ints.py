@@ -34,7 +34,9 @@ def round_to_int(x):
 
 @triton.jit
 def float_plane(words, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Plane of int32 words ``[N, W]`` less ``zero`` fp32 ``[N]`` (None: the codes' middle).
+    """Plane of int32 ``words`` ``[..., N, W]`` less ``zero`` fp32 ``[..., N, 1]``.
+
+    Without one (None) less the codes' middle.
 
     As DTYPE, bf16 or fp16. Codes of 8 bits are signed, 0 is their middle; of 4 bits it is 8.
     """
@@ -43,7 +45,7 @@ def float_plane(words, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.
         if BITS == 8:
             code = (code ^ 128) - 128
         if zero is not None:
-            code -= zero.to(tl.int32)[:, None]
+            code -= zero.to(tl.int32)
         elif BITS == 4:
             code -= 8
         return code.to(DTYPE)
@@ -52,7 +54,7 @@ def float_plane(words, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.
         if zero is None:
             bits = tl.inline_asm_elementwise(asm, "=r,r,r", [words], tl.int16, True, pack=2)
         else:
-            less = tl.broadcast_to(zero.to(DTYPE)[:, None], words.shape)
+            less = tl.broadcast_to(zero.to(DTYPE), words.shape)
             bits = tl.inline_asm_elementwise(asm, "=r,r,r,r", [words, less], tl.int16, True, pack=2)
         return bits.to(DTYPE, bitcast=True)
 

@@ -91,7 +91,7 @@ def _planes_kernel(
     words = tl.load(words_ptr + offs_n[:, None] * W + offs_w[None, :])
     zero = None
     if zero_ptr is not None:
-        zero = tl.load(zero_ptr + offs_n)
+        zero = tl.load(zero_ptr + offs_n)[:, None]
     for plane in tl.static_range(32 // BITS):
         values = float_plane(words, zero, plane, BITS, compute_dtype(out_ptr))
         out_ptrs = out_ptr + (plane * N + offs_n[:, None]) * W + offs_w[None, :]

@@ -162,6 +162,7 @@ def test_weight_only_products_of_few_rows_fill_the_card():
         [1, 8, 16], [(4096, 11008), (8192, 8192)], [8, 4]
     ):
         tiles = matmul_weight_only.choose_tiles(num_rows, num_columns, depth, bits, 128, gpu)
-        assert num_columns / tiles.columns * tiles.num_splits > 1.5 * gpu.num_sms
+        num_programs = num_columns / tiles.columns * tiles.num_splits
+        assert num_programs > (0.9 if tiles.warps_share_k else 1.5) * gpu.num_sms
     many = matmul_weight_only.choose_tiles(4096, 8192, 8192, 8, 8192, gpu)
     assert many.num_splits == 1 and many.rows == 128

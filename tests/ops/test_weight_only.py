@@ -232,7 +232,7 @@ def test_splits_stay_in_budget_and_repeat(name, num_splits, device, monkeypatch)
     choose_tiles = module.choose_tiles
     quantize, dequantize, matmul = QUANTISERS[name]
     weight = quantize(randn(70, 4200, device=device))
-    x, bias = (randn(*shape, dtype=FP16, device=device) for shape in ((3, 4200), (70,)))
+    x, bias = (randn(*shape, dtype=FP16, device=device) for shape in ((5, 4200), (70,)))
     monkeypatch.setattr(
         module, "choose_tiles", lambda *shape: choose_tiles(*shape)._replace(num_splits=num_splits)
     )
@@ -330,11 +330,13 @@ def test_w8a8_splits_change_no_bit(num_splits, device, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     from kvkern.kernels import matmul_w8a8 as module
 
-    choose_tiles = module.choose_tiles
+    choose_split_tiles = module.choose_split_tiles
     weight = quantize_int8(randn(70, 2100, device=device), symmetric=False)
     x, bias = (randn(*shape, dtype=BF16, device=device) for shape in ((3, 2100), (70,)))
     monkeypatch.setattr(
-        module, "choose_tiles", lambda *shape: choose_tiles(*shape)._replace(num_splits=num_splits)
+        module,
+        "choose_split_tiles",
+        lambda *shape: choose_split_tiles(*shape)._replace(num_splits=num_splits),
     )
     got = matmul_w8a8(x, weight, bias=bias, out_dtype=FP32, backend="triton")
     exact = exact_w8a8(x, weight) + bias.double()
