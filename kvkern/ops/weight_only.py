@@ -102,8 +102,7 @@ def quantize_int4(
     """
     sizes = Sizes(weight.device)
     sizes.match("weight", weight, "N K", *FLOATS, strides="rows")
-    if group_size is not None and group_size not in _GROUP_SIZES:
-        raise ArgumentError(f"group_size: want 32, 64, 128 or None, got {group_size}")
+    check_group_size(group_size)
     group_size = max(sizes["K"], 1) if group_size is None else group_size
     quantized = _quantize("quantize_int4", weight, 4, group_size, symmetric, backend)
     return QuantizedInt4(*quantized, sizes["K"], group_size)
@@ -277,12 +276,17 @@ def matmul_w8a8(
     return _matmul("matmul_w8a8", x, weight, num_columns, None, bias, out_dtype, out, backend)
 
 
+def check_group_size(group_size: int | None) -> None:
+    if group_size is not None and group_size not in _GROUP_SIZES:
+        raise ArgumentError(f"group_size: want 32, 64, 128 or None, got {group_size}")
+
+
 def _quantize(
     op: str, weight: Tensor, bits: int, group_size: int, symmetric: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     num_rows, num_columns = weight.shape
     dtype = torch.int8 if bits == 8 else torch.uint8
-    values_shape, scale_shape = _stored_shapes(num_rows, num_columns, bits, group_size)
+    values_shape, scale_shape = stored_shapes(num_rows, num_columns, bits, group_size)
     values = torch.empty(values_shape, dtype=dtype, device=weight.device)
     scale = torch.empty(scale_shape, dtype=torch.float32, device=weight.device)
     zero = None if symmetric else torch.empty_like(scale)
@@ -296,10 +300,10 @@ def _quantize(
     return values, scale, zero
 
 
-def _stored_shapes(
+def stored_shapes(
     num_rows: int, num_columns: int, bits: int, group_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of values and of scale."""
+    """Of the values and the scale of a weight ``[N, K]``."""
     num_chunks = -(-num_columns * bits // (8 * _CHUNK_BYTES))
     num_groups = 1 if group_size >= num_columns else -(-num_columns // group_size)
     return (num_chunks, num_rows, _CHUNK_BYTES), (num_groups, num_rows)
@@ -328,7 +332,7 @@ def _match_stored(
     weight: QuantizedInt8 | QuantizedInt4, bits: int, group_size: int, dtype: torch.dtype
 ) -> int:
     num_rows = weight.scale.shape[-1] if weight.scale.dim() > 0 else 0
-    (chunks, _, num_bytes), (groups, _) = _stored_shapes(
+    (chunks, _, num_bytes), (groups, _) = stored_shapes(
         num_rows, weight.num_columns, bits, group_size
     )
     sizes = Sizes(weight.values.device, G=groups, N=num_rows, C=chunks, B=num_bytes)
