@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks import matmul
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
+from benchmarks.linear import cublas
 from kvkern import explain
 from kvkern.layout import E4M3_MAX, MIN_GROUP_SCALE, CacheFormat
 from kvkern.reference.paging import place_tokens
@@ -32,7 +33,7 @@ _ERRORS = (  # what importing, compiling and calling somebody else's code raises
 )
 
 
-def peers_of(step: Step | matmul.MatmulStep) -> Iterator[Implementation | str]:
+def peers_of(step: Step | matmul.MatmulStep | LinearStep) -> Iterator[Implementation | str]:
     """Each peer that takes the case, called once; or a line that says why it isn't here."""
     for make in _PEERS[step.case.op]:
         try:
@@ -408,4 +409,7 @@ _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {
     ),
     "mla_prefill": (fa3_prefill, cudnn_prefill),
     "scaled_mm": matmul.PEERS,
+    "matmul_w8a16": (cublas,),
+    "matmul_w4a16": (cublas,),
+    "matmul_w8a8": (cublas,),
 }

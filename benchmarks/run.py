@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 import torch
 
-from benchmarks.cases import CASES, Case, Implementation, make_step
+from benchmarks.cases import CASES, Case, Implementation, Step, make_step
+from benchmarks.linear import LINEAR_CASES, LinearCase, LinearStep
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
 from benchmarks.peers import peers_of
 from benchmarks.quantize_cases import QUANTIZE_CASES, QuantizeCase, QuantizeStep
@@ -34,8 +35,13 @@ from kvkern.testing.timing import (
     time_interleaved_us,
 )
 
-AnyCase = Case | QuantizeCase | MatmulCase
-ALL_CASES: tuple[AnyCase, ...] = (*CASES, *QUANTIZE_CASES, *MATMUL_CASES)
+AnyCase = Case | QuantizeCase | MatmulCase | LinearCase
+ALL_CASES: tuple[AnyCase, ...] = (
+    *CASES,
+    *QUANTIZE_CASES,
+    *MATMUL_CASES,
+    *LINEAR_CASES,
+)
 
 
 class Measured(NamedTuple):
@@ -86,7 +92,7 @@ def measure(
     if isinstance(case, QuantizeCase):  # no other library has these alone
         kvkern, peers = QuantizeStep(case, device).kvkern(), iter(())
     else:
-        step = MatmulStep(case, device) if isinstance(case, MatmulCase) else make_step(case, device)
+        step = _step_of(case, device)
         kvkern, peers = step.kvkern(), peers_of(step)
     error = _error(kvkern)
     if error is not None:
@@ -105,6 +111,14 @@ def measure(
         rows.append(_row(case, machine, implementation, error, time, measured[0]))
         tell(f"  {_line(rows[-1])}")
     return rows
+
+
+def _step_of(
+    case: Case | MatmulCase | LinearCase, device: torch.device
+) -> Step | MatmulStep | LinearStep:
+    if isinstance(case, MatmulCase):
+        return MatmulStep(case, device)
+    return LinearStep(case, device) if isinstance(case, LinearCase) else make_step(case, device)
 
 
 def limits_of(case: AnyCase, device: torch.device) -> list[Implementation]:

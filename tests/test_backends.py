@@ -40,8 +40,19 @@ def interpret(monkeypatch):
     choose.cache_clear()
 
 
+SHARED_MODULES = {  # of several ops, or of one and what undoes it
+    "dequantize_fp8": "quantize_fp8",
+    "quantize_int8": "quantize_int",
+    "quantize_int4": "quantize_int",
+    "dequantize_int8": "quantize_int",
+    "dequantize_int4": "quantize_int",
+    "matmul_w8a16": "matmul_weight_only",
+    "matmul_w4a16": "matmul_weight_only",
+}
+
+
 def module_of(op):
-    return op.removeprefix("de") if op == "dequantize_fp8" else op  # beside what it undoes
+    return SHARED_MODULES.get(op, op)
 
 
 @pytest.mark.parametrize("op", TABLE)

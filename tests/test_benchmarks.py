@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import kvkern
-from benchmarks import cases, peers, plot, run
+from benchmarks import cases, linear, peers, plot, run
 from benchmarks.cases import CASES, Case, Model, log_normal_lens, make_step
+from benchmarks.linear import Layer, LinearCase
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
 from benchmarks.quantize_cases import QUANTIZE_CASES, QuantizeCase
 from kvkern import explain, mla_decode, mla_prefill, write_kv
@@ -143,6 +144,32 @@ def test_prefill_work_is_counted_by_hand():
     assert cached.num_bytes - new.num_bytes == 2 * 30 * 1152 + 2 * weights
     more_pairs = 2 * 10 * 30 * 16 * 2 * (192 + 128)
     assert cached.num_flops - new.num_flops == more_pairs + 2 * (2 * 30) * weights
+
+
+def test_linear_work_is_counted_by_hand():
+    layer = Layer("layer", 512, 1024)
+    rows = 2 * 3 * (512 + 1024)
+    w8, w4 = (LinearCase(op, layer, 3) for op in ("matmul_w8a16", "matmul_w4a16"))
+    assert w8.num_bytes == 512 * 1024 + 512 * 4 + rows
+    assert w4.num_bytes == 512 * 512 + 512 * 8 * 4 + rows
+    assert w8.num_flops == w4.num_flops == 2 * 3 * 512 * 1024
+
+
+@pytest.mark.parametrize("op", ["matmul_w8a16", "matmul_w4a16", "matmul_w8a8"])
+def test_linear_layers_are_checked_and_timed_beside_cublas(op, monkeypatch):
+    case = LinearCase(op, Layer("tiny", 96, 256), 5)
+    rows = run.measure(case, MACHINE, fake_clock, device="cpu", with_peers=True)
+    assert [row["implementation"] for row in rows] == ["kvkern", "cublas"]
+    assert [row["error"] for row in rows] == [None, None]
+    right = linear._MATMULS[op]
+
+    def sometimes_wrong(*args, **options):
+        product = right(*args, **options)
+        return product if options.get("backend") == "reference" else product * 1.1
+
+    monkeypatch.setitem(linear._MATMULS, op, sometimes_wrong)
+    (row,) = run.measure(case, MACHINE, pytest.fail, device="cpu")
+    assert row["error"] and row["us"] is None
 
 
 def test_only_fp8_with_many_rows_may_have_e4m3_weights():

@@ -34,7 +34,12 @@ OPS = [
     "copy_pages",
     "dequantize_fp8",
     "fp8_gemm",
+    "dequantize_int4",
+    "dequantize_int8",
     "gather_kv",
+    "matmul_w4a16",
+    "matmul_w8a16",
+    "matmul_w8a8",
     "merge_states",
     "mla_decode",
     "mla_prefill",
@@ -42,6 +47,8 @@ OPS = [
     "scaled_mm",
     "rms_norm_quant_fp8",
     "silu_and_mul_quant_fp8",
+    "quantize_int4",
+    "quantize_int8",
     "write_kv",
 ]
 

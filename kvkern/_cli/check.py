@@ -8,7 +8,7 @@ itself is compared with formulas that are written differently here.
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -29,9 +29,14 @@ _NUM_PAGES = 16
 _LAYER_SCALES = (0.05, 0.07)  # latent, rope; not 1: a dropped one shows
 _KERNEL_DTYPE = torch.bfloat16
 _MOVES_DATA = ("gather_kv", "copy_pages")
-_IS_EXACT = (*_MOVES_DATA, "write_kv", "quantize_fp8", "dequantize_fp8")
+_INT_QUANTISERS = ("quantize_int8", "quantize_int4", "dequantize_int8", "dequantize_int4")
+_INT_MATMULS = ("matmul_w8a16", "matmul_w4a16", "matmul_w8a8")
+_IS_EXACT = (*_MOVES_DATA, "write_kv", "quantize_fp8", "dequantize_fp8", *_INT_QUANTISERS)
 _FUSED_WITH_FP8 = ("rms_norm_quant_fp8", "silu_and_mul_quant_fp8")
-_WITHOUT_CACHE = ("merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm", *_FUSED_WITH_FP8)
+_WITHOUT_CACHE = (
+    "merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm", *_FUSED_WITH_FP8,
+    *_INT_QUANTISERS, *_INT_MATMULS,
+)  # fmt: skip
 _CELLS: dict[Granularity, tuple[int, int]] = {
     "tensor": (130, 200),
     "row": (1, 200),
@@ -366,6 +371,54 @@ def _real_if_settled(quantized: kvkern.QuantizedFP8, y: Tensor, name: RowGranula
     return real.where(below.values.float() == above.values.float(), 0.0)
 
 
+def _quantize_int(case: _Case, backend: str, *, bits: int) -> Tensor:
+    """As real numbers: with a zero point and without."""
+    weights = _int_weights(case, bits, backend)
+    return _flat(*(_dequantized(weight, torch.float32, "reference") for weight in weights))
+
+
+def _dequantize_int(case: _Case, backend: str, *, bits: int) -> Tensor:
+    dtype = torch.float32 if case.compute == torch.float64 else case.compute
+    weights = _int_weights(case, bits, "reference")
+    return _flat(*(_dequantized(weight, dtype, backend) for weight in weights))
+
+
+def _matmul_int(case: _Case, backend: str, *, bits: int) -> Tensor:
+    x, products = case.randn(13, 5, 200), []
+    for weight in _int_weights(case, bits, "reference"):
+        if isinstance(weight, kvkern.QuantizedInt8):
+            products.append(kvkern.matmul_w8a16(x, weight, backend=backend))
+        else:
+            products.append(kvkern.matmul_w4a16(x, weight, backend=backend))
+    return _flat(*products)
+
+
+def _matmul_w8a8(case: _Case, backend: str) -> Tensor:
+    x, weights = case.randn(13, 5, 200), _int_weights(case, 8, "reference")
+    return _flat(
+        *(
+            kvkern.matmul_w8a8(x, weight, backend=backend)
+            for weight in weights
+            if isinstance(weight, kvkern.QuantizedInt8)
+        )
+    )
+
+
+_IntWeight = kvkern.QuantizedInt8 | kvkern.QuantizedInt4
+
+
+def _int_weights(case: _Case, bits: int, backend: str) -> list[_IntWeight]:
+    x = _numbers_to_quantize(case)
+    quantize = kvkern.quantize_int8 if bits == 8 else kvkern.quantize_int4
+    return [quantize(x, symmetric=symmetric, backend=backend) for symmetric in (True, False)]
+
+
+def _dequantized(weight: _IntWeight, dtype: torch.dtype, backend: str) -> Tensor:
+    if isinstance(weight, kvkern.QuantizedInt8):
+        return kvkern.dequantize_int8(weight, dtype=dtype, backend=backend)
+    return kvkern.dequantize_int4(weight, dtype=dtype, backend=backend)
+
+
 # The same in other words. Cases here are fp64 over an fp32 cache.
 
 
@@ -512,6 +565,41 @@ def _there_and_back(y: Tensor, name: RowGranularity) -> Tensor:
     return _real_if_settled(quantized, y, name)
 
 
+def _torch_int(case: _Case, *, bits: int) -> Tensor:
+    return _flat(*_torch_int_weights(case, bits))
+
+
+def _torch_int_product(case: _Case, *, bits: int) -> Tensor:
+    x = case.randn(13, 5, 200)
+    return _flat(*(x @ weight.double().T for weight in _torch_int_weights(case, bits)))
+
+
+def _torch_w8a8(case: _Case) -> Tensor:
+    x = _torch_quantized(case.randn(13, 5, 200).float(), 8, symmetric=True)
+    weights = _torch_int_weights(case, 8)
+    return _flat(*(x.double() @ weight.double().T for weight in weights))
+
+
+def _torch_int_weights(case: _Case, bits: int) -> list[Tensor]:
+    """By PyTorch's own rounding, as training has it; groups of 128 columns as rows."""
+    x, size = _numbers_to_quantize(case), 200 if bits == 8 else 128
+    groups = torch.nn.functional.pad(x, (0, -200 % size)).view(-1, size)
+    both = (_torch_quantized(groups, bits, symmetric=symmetric) for symmetric in (True, False))
+    return [real.view(130, -1)[:, :200] for real in both]
+
+
+def _torch_quantized(rows: Tensor, bits: int, *, symmetric: bool) -> Tensor:
+    low, high = -(2 ** (bits - 1)) + symmetric, 2 ** (bits - 1) - 1
+    least, most = (torch.full_like(rows[:, 0], end) for end in (low, high))
+    if symmetric:
+        scale, zero = rows.abs().amax(1) / most, torch.zeros_like(most)
+    else:
+        steps = torch.full_like(most, high - low)
+        scale = rows.amax(1) / steps - rows.amin(1) / steps
+        zero = torch.round(-rows.amin(1) * (1 / scale)) + least
+    return torch.fake_quantize_per_channel_affine(rows, scale, zero.int(), 0, low, high)
+
+
 def _parts(x: Tensor, cell: tuple[int, int]) -> Iterator[Tensor]:
     for rows in x.split(cell[0]):
         yield from rows.split(cell[1], dim=1)
@@ -529,6 +617,13 @@ _OPS: dict[str, Callable[[_Case, str], Tensor]] = {
     "scaled_mm": _scaled_mm,
     "rms_norm_quant_fp8": _rms_norm_quant_fp8,
     "silu_and_mul_quant_fp8": _silu_and_mul_quant_fp8,
+    "quantize_int8": partial(_quantize_int, bits=8),
+    "quantize_int4": partial(_quantize_int, bits=4),
+    "dequantize_int8": partial(_dequantize_int, bits=8),
+    "dequantize_int4": partial(_dequantize_int, bits=4),
+    "matmul_w8a16": partial(_matmul_int, bits=8),
+    "matmul_w4a16": partial(_matmul_int, bits=4),
+    "matmul_w8a8": _matmul_w8a8,
 }
 _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "write_kv": _plain_write_kv,
@@ -542,4 +637,11 @@ _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "scaled_mm": _products_of_real_numbers,
     "rms_norm_quant_fp8": _quantized_norms,
     "silu_and_mul_quant_fp8": _quantized_products,
+    "quantize_int8": partial(_torch_int, bits=8),
+    "quantize_int4": partial(_torch_int, bits=4),
+    "dequantize_int8": partial(_torch_int, bits=8),
+    "dequantize_int4": partial(_torch_int, bits=4),
+    "matmul_w8a16": partial(_torch_int_product, bits=8),
+    "matmul_w4a16": partial(_torch_int_product, bits=4),
+    "matmul_w8a8": _torch_w8a8,
 }

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import choose
-from kvkern.errors import ArgumentError, LayoutError, ShapeMismatchError
+from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
-from kvkern.ops._sizes import FLOATS, Sizes
+from kvkern.ops._sizes import FLOATS, Sizes, as_rows
 
 Granularity = Literal["tensor", "row", "group", "block"]
 RowGranularity = Literal["tensor", "row", "group"]  # of what is made row by row
@@ -76,7 +76,7 @@ def quantize_fp8(
     run = choose("quantize_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
-    run(_as_rows("x", x), *_by_row(quantized), granularity, scale is not None, power_of_two)
+    run(as_rows("x", x), *_by_row(quantized), granularity, scale is not None, power_of_two)
     return quantized
 
 
@@ -129,8 +129,8 @@ def rms_norm_quant_fp8(
     run = choose("rms_norm_quant_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
-    rows = _as_rows("x", x)
-    sums = None if residual is None else _as_rows("residual", residual)
+    rows = as_rows("x", x)
+    sums = None if residual is None else as_rows("residual", residual)
     style = (granularity, scale is not None, power_of_two)
     run(rows, gamma, sums, *_by_row(quantized), *style, float(eps))
     return quantized
@@ -176,7 +176,7 @@ def silu_and_mul_quant_fp8(
     run = choose("silu_and_mul_quant_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
-    run(_as_rows("x", x), *_by_row(quantized), granularity, scale is not None, power_of_two)
+    run(as_rows("x", x), *_by_row(quantized), granularity, scale is not None, power_of_two)
     return quantized
 
 
@@ -219,7 +219,7 @@ def dequantize_fp8(
     result = torch.empty(values.shape, dtype=dtype, device=values.device) if out is None else out
     run = choose("dequantize_fp8", backend, values.device, dtype)
     if values.numel() > 0:
-        rows = _as_rows("values", values)
+        rows = as_rows("values", values)
         run(rows, _as_cells(scale), granularity, result.view(rows.shape))
     return result
 
@@ -288,20 +288,6 @@ def _match(
         raise ShapeMismatchError(f"{name}: want [..., K], got []")
     dims = {f"D{number}": size for number, size in enumerate(shape)}
     Sizes(device, **dims).match(name, tensor, " ".join(dims), *dtypes, strides=strides)
-
-
-def _as_rows(name: str, x: Tensor) -> Tensor:
-    """``[M, K]`` without a copy; of ``x`` that is not empty."""
-    try:
-        rows = x.view(-1, x.shape[-1])
-        is_folded = rows.shape[1] == 1 or rows.stride(1) == 1
-    except RuntimeError:
-        is_folded = False
-    if not is_folded:
-        raise LayoutError(
-            f"{name}: want contiguous rows at one distance, got strides {list(x.stride())}"
-        )
-    return rows
 
 
 def _as_cells(scale: Tensor) -> Tensor:
