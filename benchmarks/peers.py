@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import matmul
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
-from benchmarks.linear import cublas
+from benchmarks.linear import LinearStep, cublas
 from kvkern import explain
 from kvkern.layout import E4M3_MAX, MIN_GROUP_SCALE, CacheFormat
 from kvkern.reference.paging import place_tokens

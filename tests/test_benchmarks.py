@@ -13,7 +13,7 @@ import torch
 import kvkern
 from benchmarks import cases, linear, peers, plot, run
 from benchmarks.cases import CASES, Case, Model, log_normal_lens, make_step
-from benchmarks.linear import Layer, LinearCase
+from benchmarks.linear import LINEAR_CASES, Layer, LinearCase
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
 from benchmarks.quantize_cases import QUANTIZE_CASES, QuantizeCase
 from kvkern import explain, mla_decode, mla_prefill, write_kv
@@ -183,7 +183,9 @@ def test_every_case_has_a_format_and_a_name_of_its_own():
         assert case.cache_format.row_bytes > 0 and case.num_bytes > 0
         assert case.seq_lens.shape == (case.num_requests,) and case.num_requests >= 1
         assert case.seq_lens.min() >= case.query_len
-    assert {case.op for case in (*CASES, *MATMUL_CASES)} == set(peers._PEERS)
+    with_peers = (*CASES, *MATMUL_CASES, *LINEAR_CASES)
+    assert len({case.name for case in with_peers}) == len(with_peers)
+    assert {case.op for case in with_peers} == set(peers._PEERS)
 
 
 def test_decode_cases_hold_each_kind_that_is_compared():
