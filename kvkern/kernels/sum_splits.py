@@ -29,8 +29,8 @@ def sum_splits_kernel(
     IS_EARLY: tl.constexpr,  # whether it may start while splits are still being written
 ):
     """Part of a row."""
-    row = tl.program_id(1).to(tl.int64)
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_s = tl.arange(0, BLOCK_S)
     mask_n = offs_n < num_columns
     mask = (offs_s < num_splits)[:, None] & mask_n[None, :]
@@ -74,7 +74,7 @@ def sum_splits_call(
     options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
     if can_start_early(gpu):
         options["launch_pdl"] = True
-    return (triton.cdiv(num_columns, 128), num_rows), arguments, options
+    return (num_rows, triton.cdiv(num_columns, 128)), arguments, options
 
 
 def can_start_early(gpu: Gpu) -> bool:
