@@ -512,17 +512,18 @@ def choose_tiles(
     steps = -(-depth // 128)
 
     def ns(tile: Tiles) -> float:
-        """Of the busiest SM: what it fetches, or multiplies, or waits for from step to step."""
-        count = num_matrices * -(-num_rows // tile.rows) * -(-num_columns // tile.columns)
-        rounds = -(-count * tile.num_splits // num_sms)
-        fetched = 1.2 * (min(num_rows, tile.rows) + tile.columns)
-        multiplied = (
-            0.0195 * tile.rows * tile.columns * (1.15 if tile.columns <= 128 >= tile.rows else 1)
-        )
+        """Of the memory; or the busiest SM: what it fetches, multiplies, or waits for in a step."""
+        rows, columns, num_splits, _ = tile
+        count = num_matrices * -(-num_rows // rows) * -(-num_columns // columns)
+        rounds = -(-count * num_splits // num_sms)
+        fetched = 1.2 * (min(num_rows, rows) + columns)
+        multiplied = 0.0195 * rows * columns * (1.15 if max(rows, columns) <= 128 else 1)
+        waited = 80 + 1.2 * columns
         of_sum = 0.0
-        if tile.num_splits > 1:  # a launch, and parts that are written and read
-            of_sum = 5000 + tile.num_splits * num_matrices * num_rows * num_columns * 8 / 4000
-        return rounds * -(-steps // tile.num_splits) * max(fetched, multiplied, 120) + of_sum
+        if num_splits > 1:  # a launch, and parts that are written and read
+            of_sum = 5000 + num_splits * num_matrices * num_rows * num_columns * 8 / 4000
+        of_steps = rounds * -(-steps // num_splits) * max(fetched, multiplied, waited)
+        return max(of_steps, num_matrices * depth * (num_rows + num_columns) / 4000) + of_sum
 
     if num_rows <= 64:
         shapes = [(64, columns) for columns in (128, 64, 32)]
