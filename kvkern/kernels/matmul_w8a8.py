@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
-from kvkern.kernels.matmul_weight_only import Tiles, choose_split_tiles
+from kvkern.kernels.matmul_weight_only import Tiles, choose_tiles
 from kvkern.kernels.numerics import round_to
 from kvkern.kernels.packed_ints import CHUNK_WORDS, chunk_columns, round_to_int
 from kvkern.kernels.sum_splits import (
@@ -151,7 +151,7 @@ def matmul_w8a8(
     gpu = gpu_of(x.device)
     codes = _new_codes(x)
     _quantize_rows_kernel[x.shape[0],](**_quantize_arguments(x, codes), **_NO_FUSION)
-    tiles = choose_split_tiles(out.shape[0], out.shape[1], x.shape[1], 8, x.shape[1], gpu)
+    tiles = choose_tiles(out.shape[0], out.shape[1], x.shape[1], 8, gpu)
     parts = out if tiles.num_splits == 1 else new_partials(tiles.num_splits, out, torch.int32)
     grid, arguments, options = _matmul_call(codes, values, scale, zero, bias, parts, tiles, gpu)
     _matmul_w8a8_kernel[grid](**arguments, **options)
@@ -245,9 +245,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         if num_rows == 16 or dtype == torch.float16:
             arguments = _quantize_arguments(x, codes)
             yield config_of_call(_quantize_rows_kernel, f"rows-{label}", arguments, _NO_FUSION)
-        tiles = choose_split_tiles(num_rows, 4096, 7168, 8, 7168, gpu)._replace(
-            num_splits=num_splits
-        )
+        tiles = choose_tiles(num_rows, 4096, 7168, 8, gpu)._replace(num_splits=num_splits)
         parts = out if num_splits == 1 else new_partials(num_splits, out, torch.int32)
         _, arguments, options = _matmul_call(codes, values, scale, zero, out[0], parts, tiles, gpu)
         yield config_of_call(_matmul_w8a8_kernel, label, arguments, options)

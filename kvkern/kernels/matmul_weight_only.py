@@ -1,8 +1,7 @@
 """matmul_w8a16, matmul_w4a16: out = x @ ((stored - zero) * scale).T, weights exact in 16 bits.
 
 Weights are the MMA's rows and tokens its columns, of which it takes as few as 8. A product of few
-tokens is cut along K, so that every SM streams weights; the parts are summed in a second launch,
-which is not needed where K is shared by the warps of a program (``matmul_weight_only_few``).
+tokens is cut along K, so that every SM streams weights; the parts are summed in a second launch.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
-from kvkern.kernels.matmul_weight_only_few import matmul_few_kernel
 from kvkern.kernels.numerics import compute_dtype, round_to
 from kvkern.kernels.packed_ints import CHUNK_WORDS, chunk_columns, float_plane, planes_per_group
 from kvkern.kernels.sum_splits import (
@@ -120,34 +118,19 @@ class Tiles(NamedTuple):
     num_splits: int
     num_warps: int
     num_stages: int
-    warps_share_k: bool = False
 
 
-def choose_tiles(
-    num_rows: int, num_columns: int, depth: int, bits: int, group_size: int, gpu: Gpu
-) -> Tiles:
-    """Programs of all K, if those fill the card and rows are so few that each may read all of x."""
-    if num_rows <= _FEW:
-        num_stages = 3 if gpu.has_large_shared else 2
-        for columns in (32, 16):
-            if triton.cdiv(num_columns, columns) >= 0.9 * gpu.num_sms:
-                return Tiles(8, columns, 1, 8, num_stages, warps_share_k=True)
-    return choose_split_tiles(num_rows, num_columns, depth, bits, group_size, gpu)
-
-
-def choose_split_tiles(
-    num_rows: int, num_columns: int, depth: int, bits: int, group_size: int, gpu: Gpu
-) -> Tiles:
+def choose_tiles(num_rows: int, num_columns: int, depth: int, bits: int, gpu: Gpu) -> Tiles:
     """Enough programs to fill the card, in no more splits than that takes.
 
     A program takes some two chunks' time to begin and to end; one more split a quarter of one.
     """
     most_rows = 128
     if bits == 4:  # sums of a group beside those of all: else registers do not suffice
-        most_rows = 32 if gpu.capability != 90 else 64 if group_size == 32 else 128
+        most_rows = 64 if gpu.capability == 90 else 32
     rows = next(size for size in _SHAPES if size >= min(num_rows, most_rows))
     columns, num_warps, num_stages, resident = _SHAPES[rows]
-    if not gpu.has_large_shared or (bits == 4 and rows == 128):  # for more there is no memory
+    if not gpu.has_large_shared:  # for more there is no memory
         num_stages, resident = 2, 1
     num_chunks = max(triton.cdiv(depth, chunk_columns(bits)), 1)
     num_tiles = triton.cdiv(num_columns, columns) * triton.cdiv(num_rows, rows)
@@ -163,10 +146,9 @@ def choose_split_tiles(
     return Tiles(rows, columns, triton.cdiv(num_chunks, chunks_per_split), num_warps, num_stages)
 
 
-_FEW = 4  # more rows of x are too much to read for a program of few columns
 _SHAPES = {  # rows of x: columns of out, warps, stages, programs that an SM holds
-    8: (128, 4, 3, 4),
-    16: (128, 4, 3, 3),
+    8: (128, 4, 3, 2),
+    16: (128, 4, 3, 2),
     32: (128, 8, 3, 2),
     64: (128, 8, 3, 1),
     128: (128, 8, 3, 1),
@@ -185,13 +167,7 @@ def matmul_weight_only(
     """One launch, or two where K is cut. ``kvkern.ops`` has checked the arguments; M, N > 0."""
     gpu = gpu_of(x.device)
     bits = _bits_of(values)
-    tiles = choose_tiles(out.shape[0], out.shape[1], x.shape[1], bits, group_size, gpu)
-    if tiles.warps_share_k:
-        few_grid, arguments, options = _few_call(
-            x, values, scale, zero, bias, group_size, out, tiles
-        )
-        matmul_few_kernel[few_grid](**arguments, **options)
-        return
+    tiles = choose_tiles(out.shape[0], out.shape[1], x.shape[1], bits, gpu)
     parts = out if tiles.num_splits == 1 else new_partials(tiles.num_splits, out, torch.float32)
     grid, arguments, options = _matmul_call(
         x, values, scale, zero, bias, group_size, parts, tiles, gpu
@@ -222,25 +198,6 @@ def _matmul_call(
     }
     options = {"num_warps": tiles.num_warps, "enable_fp_fusion": True}
     return (*_tiles_of(parts, tiles), tiles.num_splits), arguments, options
-
-
-def _few_call(
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    out: Tensor,
-    tiles: Tiles,
-) -> tuple[tuple[int, int], dict[str, Any], dict[str, Any]]:
-    arguments = {
-        **_shared_arguments(x, values, scale, zero, group_size, out, tiles),
-        "bias_ptr": bias,
-        "BLOCK_C": tiles.num_warps,
-    }
-    options = {"num_warps": tiles.num_warps, "enable_fp_fusion": True}
-    return _tiles_of(out, tiles), arguments, options
 
 
 def _shared_arguments(
@@ -311,7 +268,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         values = torch.empty(num_chunks, 4096, 128, dtype=stored, device="meta")
         scale = torch.empty(11008 // group_size, 4096, device="meta")
         zero = torch.empty_like(scale) if has_zero else None
-        tiles = choose_split_tiles(num_rows, 4096, 11008, bits, group_size, gpu)
+        tiles = choose_tiles(num_rows, 4096, 11008, bits, gpu)
         tiles = tiles._replace(num_splits=4 if is_cut else 1)
         label = f"w{bits}-g{group_size}-M{num_rows}-{dtype}".replace("torch.", "")
         label += "-zero" * has_zero + "-cut" * is_cut
@@ -320,12 +277,6 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
             x, values, scale, zero, out[0], group_size, parts, tiles, gpu
         )
         yield config_of_call(_matmul_kernel, label, arguments, options, **SMALL_SPILLS)
-        if num_rows <= 16:
-            num_columns = 4096 if has_zero else 2048
-            few = choose_tiles(1, num_columns, 11008, bits, group_size, gpu)
-            _, arguments, options = _few_call(x, values, scale, zero, out[0], group_size, out, few)
-            name = f"few-{label}"
-            yield config_of_call(matmul_few_kernel, name, arguments, options, **SMALL_SPILLS)
         if is_cut and num_rows == 16:
             _, arguments, options = sum_splits_call(parts, None, None, out[0], out, gpu)
             yield config_of_call(sum_splits_kernel, f"sum-{label}", arguments, options)

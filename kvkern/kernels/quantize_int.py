@@ -18,7 +18,7 @@ from kvkern.layout import MIN_TOKEN_SCALE
 
 _MIN_SCALE: tl.constexpr = tl.constexpr(MIN_TOKEN_SCALE)
 _ROWS = 16  # of a program
-_COLUMNS = 32  # read together
+_MOST_COLUMNS = 256  # read together
 _NO_FUSION = {"num_warps": 4, "enable_fp_fusion": False}  # a product is rounded before it is added
 
 
@@ -188,7 +188,8 @@ def _quantize_calls(
         "BLOCK_N": _ROWS,
     }
     blocks = triton.cdiv(num_rows, _ROWS)
-    yield _scales_kernel, ((blocks, scale.shape[0]), shared | {"BLOCK_K": _COLUMNS})
+    columns = min(triton.next_power_of_2(group_size), _MOST_COLUMNS)
+    yield _scales_kernel, ((blocks, scale.shape[0]), shared | {"BLOCK_K": columns})
     words = {"words_ptr": values.view(torch.int32)}
     yield _pack_kernel, ((blocks, values.shape[0]), shared | words)
 

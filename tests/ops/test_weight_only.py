@@ -330,13 +330,13 @@ def test_w8a8_splits_change_no_bit(num_splits, device, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     from kvkern.kernels import matmul_w8a8 as module
 
-    choose_split_tiles = module.choose_split_tiles
+    choose_tiles = module.choose_tiles
     weight = quantize_int8(randn(70, 2100, device=device), symmetric=False)
     x, bias = (randn(*shape, dtype=BF16, device=device) for shape in ((3, 2100), (70,)))
     monkeypatch.setattr(
         module,
-        "choose_split_tiles",
-        lambda *shape: choose_split_tiles(*shape)._replace(num_splits=num_splits),
+        "choose_tiles",
+        lambda *shape: choose_tiles(*shape)._replace(num_splits=num_splits),
     )
     got = matmul_w8a8(x, weight, bias=bias, out_dtype=FP32, backend="triton")
     exact = exact_w8a8(x, weight) + bias.double()
