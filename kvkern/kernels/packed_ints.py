@@ -34,11 +34,9 @@ def round_to_int(x):
 
 @triton.jit
 def float_plane(words, zero, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Plane of int32 ``words`` ``[..., N, W]`` less ``zero`` fp32 ``[..., N, 1]``.
+    """Plane of int32 ``words`` ``[..., N, W]`` less ``zero`` fp32 ``[..., N, 1]``, in DTYPE.
 
-    Without one (None) less the codes' middle.
-
-    As DTYPE, bf16 or fp16. Codes of 8 bits are signed, 0 is their middle; of 4 bits it is 8.
+    Without a zero (None) less the codes' middle: 0 of 8 bits, which are signed, 8 of 4 bits.
     """
     if INTERPRET:
         code = (words >> (BITS * PLANE)) & (2**BITS - 1)

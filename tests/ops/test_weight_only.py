@@ -59,8 +59,8 @@ def scale_of(name, quantized):
 @pytest.mark.parametrize(
     "shape, dtype",
     [
-        *(((33, 390), dtype) for dtype in (BF16, FP16, FP32)),
-        *((shape, BF16) for shape in ((1, 7), (129, 63), (7, 1), (63, 256))),
+        *((shape, BF16) for shape in ((33, 390), (1, 7), (7, 1), (16, 256))),
+        *(((17, 63), dtype) for dtype in (FP16, FP32)),
     ],
     ids=str,
 )
@@ -70,9 +70,8 @@ def test_bytes_are_the_references(name, dtype, shape, device):
     weight = randn(*shape, dtype=dtype, device=device, mean=0.2)
     quantized = quantize(weight, backend="triton")
     assert_same_bytes(quantized, quantize(weight, backend="reference"))
-    for result in (dtype, FP32):
-        real = dequantize(quantized, dtype=result, backend="triton")
-        assert torch.equal(real, dequantize(quantized, dtype=result, backend="reference"))
+    real = dequantize(quantized, dtype=dtype, backend="triton")
+    assert torch.equal(real, dequantize(quantized, dtype=dtype, backend="reference"))
 
 
 @every_quantiser
