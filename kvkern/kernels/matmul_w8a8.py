@@ -156,7 +156,9 @@ def matmul_w8a8(
     grid, arguments, options = _matmul_call(codes, values, scale, zero, bias, parts, tiles, gpu)
     _matmul_w8a8_kernel[grid](**arguments, **options)
     if tiles.num_splits > 1:
-        sum_grid, arguments, options = sum_splits_call(parts, codes.scale, scale, bias, out, gpu)
+        sum_grid, arguments, options = sum_splits_call(
+            parts, bias, out, gpu, row_scale=codes.scale, column_scale=scale
+        )
         sum_splits_kernel[sum_grid](**arguments, **options)
 
 
@@ -250,5 +252,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         _, arguments, options = _matmul_call(codes, values, scale, zero, out[0], parts, tiles, gpu)
         yield config_of_call(_matmul_w8a8_kernel, label, arguments, options)
         if num_splits > 1:
-            sum_call = sum_splits_call(parts, codes.scale, scale, out[0], out, gpu)
+            sum_call = sum_splits_call(
+                parts, out[0], out, gpu, row_scale=codes.scale, column_scale=scale
+            )
             yield config_of_call(sum_splits_kernel, f"sum-{label}", *sum_call[1:])

@@ -174,7 +174,7 @@ def matmul_weight_only(
     )
     _matmul_kernel[grid](**arguments, **options)
     if tiles.num_splits > 1:
-        sum_grid, arguments, options = sum_splits_call(parts, None, None, bias, out, gpu)
+        sum_grid, arguments, options = sum_splits_call(parts, bias, out, gpu)
         sum_splits_kernel[sum_grid](**arguments, **options)
 
 
@@ -278,5 +278,5 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         )
         yield config_of_call(_matmul_kernel, label, arguments, options, **SMALL_SPILLS)
         if is_cut and num_rows == 16:
-            _, arguments, options = sum_splits_call(parts, None, None, out[0], out, gpu)
+            _, arguments, options = sum_splits_call(parts, out[0], out, gpu)
             yield config_of_call(sum_splits_kernel, f"sum-{label}", arguments, options)

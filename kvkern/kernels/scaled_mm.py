@@ -12,13 +12,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.launch import Launch, launch
 from kvkern.kernels.numerics import INTERPRET, decode_e4m3, decode_e5m2, round_to
 from kvkern.kernels.paging import power_of_two
+from kvkern.kernels.sum_splits import (
+    MOST_SPLITS,
+    NUM_VARYING,
+    new_partials,
+    sum_splits_call,
+    sum_splits_kernel,
+)
 
 _DEPTH = 128  # of K in a step of the loop, and in a scale's cell
 _BLOCK_K: tl.constexpr = tl.constexpr(_DEPTH)
@@ -215,43 +221,6 @@ def _scaled(x, of_a, of_b, mask_m, mask_n, CELL_M: tl.constexpr, CELL_N: tl.cons
         return x * (scale * tl.load(of_b))
 
 
-@triton.jit(do_not_specialize=_OF_A_STEP)
-def _sum_splits_kernel(
-    partials_ptr,  # fp32 [S, G, M, N]
-    bias_ptr,  # [G, N], or None
-    out_ptr,  # [G, M, N]
-    num_splits,
-    num_rows,
-    num_all_rows,  # G * M
-    num_columns,
-    stride_bias,
-    stride_out_matrix,
-    stride_out_row,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    IS_EARLY: tl.constexpr,  # whether it may start while parts are still being written
-):
-    """One tile of all matrices' rows; splits are added in order, so results repeat bitwise."""
-    if IS_EARLY:
-        gdc_wait()
-    column_tiles = tl.cdiv(num_columns, BLOCK_N)
-    row = tl.program_id(0) // column_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = (column < num_columns)[None, :]
-    mask = (row < num_all_rows)[:, None] & mask_n
-    ptrs = partials_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in range(num_splits):
-        acc += tl.load(ptrs, mask=mask, other=0.0)
-        ptrs += num_all_rows.to(tl.int64) * num_columns
-    matrix, row = (row // num_rows).to(tl.int64)[:, None], (row % num_rows).to(tl.int64)[:, None]
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + matrix * stride_bias + column[None, :]
-        acc += tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + matrix * stride_out_matrix + row * stride_out_row + column[None, :]
-    tl.store(out_ptrs, round_to(acc, out_ptr.dtype.element_ty), mask=mask)
-
-
 class Tiles(NamedTuple):
     """How a product is cut up."""
 
@@ -284,7 +253,7 @@ def choose_tiles(
     num_splits = 1
     if can_split:
         num_tiles = num_matrices * triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns)
-        most = min(depth // 512, depth // (8 * num_rows))
+        most = min(depth // 512, depth // (8 * num_rows), MOST_SPLITS)
         num_slots = gpu.num_sms if rows == 128 else 2 * gpu.num_sms
         num_splits = max(1, min(num_slots // num_tiles, most))
     stage_bytes = (rows + columns) * _DEPTH
@@ -317,15 +286,14 @@ def scaled_mm(
     if tiles.num_splits == 1:
         grid, arguments, options = _product_call(*of_product, bias, is_exact, out, tiles, gpu)
         return launch(_scaled_mm_kernel, grid, arguments, options, out.device, num_varying=7)
-    shape = (tiles.num_splits, *out.shape)
-    partials = torch.empty(shape, dtype=torch.float32, device=out.device)
+    partials = new_partials(tiles.num_splits, out, torch.float32)
     grid, arguments, options = _product_call(*of_product, None, is_exact, partials, tiles, gpu)
     multiply = launch(_scaled_mm_kernel, grid, arguments, options, out.device, num_varying=7)
-    add = sum_splits(partials, bias, out)
+    add = launch_sum(partials, bias, out)
     if multiply is None or add is None:
         return None
 
-    device = out.device
+    shape, device = partials.shape, out.device
 
     def again(addresses: Sequence[int | None]) -> None:
         partials = torch.empty(shape, dtype=torch.float32, device=device)
@@ -431,40 +399,10 @@ def _strides(name: str, x: Tensor, *dims: str) -> dict[str, int]:
     return {f"stride_{name}_{dim}": stride for dim, stride in zip(dims, x.stride(), strict=True)}
 
 
-def sum_splits(
-    partials: Tensor, bias: Tensor | None, out: Tensor, *, is_early: bool = False
-) -> Launch | None:
-    """Fill ``out`` ``[G, M, N]`` from partial sums, fp32 ``[S, G, M, N]``.
-
-    ``is_early``: they come from a kernel before this that lets its dependents start.
-    """
-    grid, arguments, options = _sum_call(partials, bias, out, is_early)
-    return launch(_sum_splits_kernel, grid, arguments, options, out.device, num_varying=3)
-
-
-def _sum_call(
-    partials: Tensor, bias: Tensor | None, out: Tensor, is_early: bool = False
-) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
-    num_matrices, num_rows, num_columns = out.shape
-    columns = min(max(power_of_two(num_columns), 16), 256)
-    arguments = {
-        "partials_ptr": partials,
-        "bias_ptr": bias,
-        "out_ptr": out,
-        "num_splits": partials.shape[0],
-        "num_rows": num_rows,
-        "num_all_rows": num_matrices * num_rows,
-        "num_columns": num_columns,
-        "stride_bias": 0 if bias is None else bias.stride(0),
-        "stride_out_matrix": out.stride(0),
-        "stride_out_row": out.stride(1),
-        "BLOCK_M": 4,
-        "BLOCK_N": columns,
-        "IS_EARLY": is_early,
-    }
-    num_tiles = triton.cdiv(num_matrices * num_rows, 4) * triton.cdiv(num_columns, columns)
-    options = {"num_warps": 2, "enable_fp_fusion": True}
-    return (num_tiles,), arguments, {**options, "launch_pdl": True} if is_early else options
+def launch_sum(partials: Tensor, bias: Tensor | None, out: Tensor) -> Launch | None:
+    """Fill ``out`` ``[G, M, N]`` from partial sums, fp32 ``[S, G, M, N]``, of a launch before."""
+    grid, arguments, options = sum_splits_call(partials, bias, out, gpu_of(out.device))
+    return launch(sum_splits_kernel, grid, arguments, options, out.device, num_varying=NUM_VARYING)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -523,5 +461,5 @@ def _shipped(
     )
     yield config_of_call(_scaled_mm_kernel, label, arguments, options, **SMALL_SPILLS)
     if into is not out:
-        _, arguments, options = _sum_call(into, bias, out)
-        yield config_of_call(_sum_splits_kernel, f"sum-{label}", arguments, options)
+        _, arguments, options = sum_splits_call(into, bias, out, gpu)
+        yield config_of_call(sum_splits_kernel, f"sum-{label}", arguments, options)

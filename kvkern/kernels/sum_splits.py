@@ -12,29 +12,36 @@ from kvkern.kernels.device import Gpu
 from kvkern.kernels.numerics import round_to
 
 MOST_SPLITS = 16
+NUM_VARYING = 3  # parameters that a repeated launch is given: partials, bias, out
+# sizes of a step, and strides that hold them, compile nothing new
+_OF_A_STEP = ["num_rows", "num_all_rows", "num_splits", "stride_bias", "stride_out_matrix"]
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def sum_splits_kernel(
-    partials_ptr,  # fp32 or int32 [S, M, N]
-    row_scale_ptr,  # fp32 [M], or None
+    partials_ptr,  # fp32 or int32 [S, G, M, N]
+    bias_ptr,  # [G, N], or None
+    out_ptr,  # [G, M, N]
+    row_scale_ptr,  # fp32 [G * M], or None
     column_scale_ptr,  # fp32 [N], or None
-    bias_ptr,  # [N], or None
-    out_ptr,  # [M, N]
     num_rows,
+    num_all_rows,  # G * M
     num_columns,
     num_splits,
+    stride_bias,
+    stride_out_matrix,
+    stride_out_row,
     BLOCK_S: tl.constexpr,  # >= num_splits: all are read at once
     BLOCK_N: tl.constexpr,
     IS_EARLY: tl.constexpr,  # whether it may start while splits are still being written
 ):
     """Part of a row."""
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # of all matrices
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_s = tl.arange(0, BLOCK_S)
     mask_n = offs_n < num_columns
     mask = (offs_s < num_splits)[:, None] & mask_n[None, :]
-    offs = (offs_s.to(tl.int64) * num_rows + row)[:, None] * num_columns + offs_n[None, :]
+    offs = (offs_s.to(tl.int64) * num_all_rows + row)[:, None] * num_columns + offs_n[None, :]
     if IS_EARLY:
         gdc_wait()
     total = tl.sum(tl.load(partials_ptr + offs, mask=mask, other=0), axis=0).to(tl.float32)
@@ -42,31 +49,39 @@ def sum_splits_kernel(
         total *= tl.load(column_scale_ptr + offs_n, mask=mask_n, other=0.0)
     if row_scale_ptr is not None:
         total *= tl.load(row_scale_ptr + row)
+    matrix, row_of_matrix = row // num_rows, row % num_rows
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    out = round_to(total, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * num_columns + offs_n, out, mask=mask_n)
+        bias_ptrs = bias_ptr + matrix * stride_bias + offs_n
+        total += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + matrix * stride_out_matrix + row_of_matrix * stride_out_row + offs_n
+    tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=mask_n)
 
 
 def sum_splits_call(
-    partials: Tensor,
-    row_scale: Tensor | None,
-    column_scale: Tensor | None,
+    partials: Tensor,  # [S, M, N] or [S, G, M, N]
     bias: Tensor | None,
     out: Tensor,
     gpu: Gpu,
+    *,
+    row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
 ) -> tuple[tuple[int, int], dict[str, Any], dict[str, Any]]:
-    """Grid, arguments and options of the launch."""
-    num_splits, num_rows, num_columns = partials.shape
+    """Grid, arguments and options of the launch, behind a kernel that lets it start early."""
+    num_splits, *matrices, num_rows, num_columns = partials.shape
+    num_all_rows = num_rows * (matrices[0] if matrices else 1)
     arguments = {
         "partials_ptr": partials,
-        "row_scale_ptr": row_scale,
-        "column_scale_ptr": column_scale,
         "bias_ptr": bias,
         "out_ptr": out,
+        "row_scale_ptr": row_scale,
+        "column_scale_ptr": column_scale,
         "num_rows": num_rows,
+        "num_all_rows": num_all_rows,
         "num_columns": num_columns,
         "num_splits": num_splits,
+        "stride_bias": 0 if bias is None or bias.ndim == 1 else bias.stride(0),
+        "stride_out_matrix": out.stride(0) if matrices else 0,
+        "stride_out_row": out.stride(-2),
         "BLOCK_S": MOST_SPLITS,
         "BLOCK_N": 128,  # of one warp, which needs no shared memory and finds room beside others
         "IS_EARLY": can_start_early(gpu),
@@ -74,7 +89,7 @@ def sum_splits_call(
     options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
     if can_start_early(gpu):
         options["launch_pdl"] = True
-    return (num_rows, triton.cdiv(num_columns, 128)), arguments, options
+    return (num_all_rows, triton.cdiv(num_columns, 128)), arguments, options
 
 
 def can_start_early(gpu: Gpu) -> bool:
@@ -83,5 +98,5 @@ def can_start_early(gpu: Gpu) -> bool:
 
 
 def new_partials(num_splits: int, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for the splits of ``out`` [M, N]."""
+    """Memory for the splits of ``out``."""
     return torch.empty(num_splits, *out.shape, dtype=dtype, device=out.device)

@@ -36,7 +36,8 @@ from kvkern.kernels.hopper.compat import (
 from kvkern.kernels.hopper.paging import make_barriers
 from kvkern.kernels.launch import Launch, launch, moved
 from kvkern.kernels.paging import power_of_two
-from kvkern.kernels.scaled_mm import sum_splits
+from kvkern.kernels.scaled_mm import launch_sum
+from kvkern.kernels.sum_splits import new_partials
 
 BLOCK_K: gl.constexpr = gl.constexpr(128)
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
@@ -567,7 +568,7 @@ def scaled_mm(
     multiply = launch(
         _scaled_mm_kernel, grid, arguments, options, out.device, num_varying=num_varying
     )
-    add = None if into is out else sum_splits(into, bias, out, is_early=True)
+    add = None if into is out else launch_sum(into, bias, out)
     if multiply is None:
         return None
     return _Again(multiply, arguments, add, into.shape, out.device)
@@ -633,10 +634,7 @@ def _tiles_for(
 
 
 def _place_for(out: Tensor, tiles: Tiles) -> Tensor:
-    if tiles.num_splits == 1:
-        return out
-    shape = (tiles.num_splits, *out.shape)
-    return torch.empty(shape, dtype=torch.float32, device=out.device)
+    return out if tiles.num_splits == 1 else new_partials(tiles.num_splits, out, torch.float32)
 
 
 def _call(
