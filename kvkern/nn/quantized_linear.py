@@ -1,14 +1,231 @@
-"""What layers with a quantised copy of their weight have in common: when it is stale."""
+"""QuantizedLinear: a linear layer that multiplies by a quantised weight, and never by a stale one.
 
+With a master, ``weight`` is what ``nn.Linear`` has, and a quantised copy of it is made when it is
+first needed and after each change. Without one, ``weight`` and the buffers beside it are the
+quantised weight. A subclass says how a weight is quantised, dequantised and multiplied by.
+"""
+
+import math
 import weakref
-from typing import Generic, NamedTuple, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-Quantized = TypeVar("Quantized")
+from kvkern.errors import ShapeMismatchError
+
+Quantized = TypeVar("Quantized", bound=tuple[Any, ...])  # a quantiser's result: its tensors first
+_Layer = TypeVar("_Layer", bound="QuantizedLinear[Any]")
 
 
-class Master(NamedTuple):
+class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
+    """``x @ weight.T + bias`` by a weight that is quantised anew whenever its master changes."""
+
+    weight: Tensor
+    bias: nn.Parameter | None
+    _stored: ClassVar[torch.dtype]  # of a quantised weight's first tensor; the others are fp32
+    _names: ClassVar[tuple[str, ...]]  # of all, here and in the state dict; the first is "weight"
+    _options: ClassVar[tuple[str, ...]]  # a subclass's own arguments; it sets them, then calls this
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        keep_master: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        for name in self._names[1:]:
+            self.register_buffer(name, None)
+        self._copy: Quantized | None = None  # stays where it is: CUDA graphs read it
+        self._made_of: _Master | None = None  # the copy; None: stale, or none
+        if keep_master:
+            weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
+            self.weight = nn.Parameter(weight)
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear has it
+        else:
+            self._take(self._zeros(device))
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+            bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @classmethod
+    def _sharing(cls: type[_Layer], linear: nn.Linear, keep_master: bool, **options: Any) -> _Layer:
+        """A layer with the parameters of ``linear``, none of them copied."""
+        layer = cls(linear.in_features, linear.out_features, device="meta", **options)
+        layer.weight, layer.bias = linear.weight, linear.bias
+        if not keep_master:
+            layer.release_master()
+        return layer.train(linear.training)
+
+    @abstractmethod
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of a quantised weight's tensors, by those of ``_names`` that it has."""
+
+    @abstractmethod
+    def _as_quantized(self, tensors: dict[str, Tensor]) -> Quantized:
+        """A quantised weight, of its tensors."""
+
+    @abstractmethod
+    def _quantize(self, weight: Tensor) -> Quantized: ...
+
+    @abstractmethod
+    def _dequantize(self, weight: Quantized, dtype: torch.dtype) -> Tensor: ...
+
+    @abstractmethod
+    def _multiply(self, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+        """Rows ``[M, in_features]`` to ``[M, out_features]`` in the same dtype."""
+
+    @property
+    def has_master(self) -> bool:
+        return getattr(self, self._names[1]) is None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]`` in the same dtype."""
+        if x.shape[-1:] != (self.in_features,):
+            raise ShapeMismatchError(
+                f"x: want [..., in_features={self.in_features}], got {list(x.shape)}"
+            )
+        weight, master = self.quantized_weight(), self.weight if self.has_master else None
+        rows = x.reshape(x.shape[:-1].numel(), self.in_features).contiguous()
+        if torch.is_grad_enabled():
+            out: Tensor = _Linear.apply(rows, master, self.bias, self, weight)  # type: ignore[no-untyped-call]
+        else:
+            out = self._multiply(rows, weight, self.bias)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def quantized_weight(self) -> Quantized:
+        """What the layer multiplies by: up to date."""
+        if not self.has_master:
+            return self._as_quantized({n: getattr(self, n).detach() for n in self._shapes()})
+        if self._made_of is None or not self._made_of.is_unchanged(self.weight):
+            self.refresh()
+        assert self._copy is not None
+        return self._copy
+
+    def refresh(self) -> None:
+        """Quantise the master again, where the last copy lies, so that CUDA graphs see it."""
+        if not self.has_master:
+            return
+        wanted = [self.out_features, self.in_features]
+        if list(self.weight.shape) != wanted:
+            raise ShapeMismatchError(f"weight: want {wanted}, got {list(self.weight.shape)}")
+        # a copy of inference mode could not be saved for gradients, nor written to outside of it
+        with torch.inference_mode(False), torch.no_grad():
+            made = self._quantize(self.weight.detach().contiguous())
+            if self._copy is None or self._copy[0].device != made[0].device:
+                self._copy = made
+            else:
+                new = self._tensors(made)
+                for name, tensor in self._tensors(self._copy).items():
+                    tensor.copy_(new[name])
+        # what is captured runs at each replay, and has not yet: eager calls cannot rely on it
+        is_captured = self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._made_of = None if is_captured else _Master.of(self.weight)
+
+    def release_master(self) -> None:
+        """Keep the quantised weight alone."""
+        if self.has_master:
+            self._take(self.quantized_weight())
+
+    def _take(self, weight: Quantized) -> None:
+        """Have no master but this weight."""
+        self._copy = self._made_of = None
+        for name, tensor in self._tensors(weight).items():
+            is_first = name == "weight"
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False) if is_first else tensor)
+
+    def _tensors(self, weight: Quantized) -> dict[str, Tensor]:
+        named = zip(self._names, weight, strict=False)  # beyond its tensors it has numbers
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+    def _zeros(self, device: torch.device | str | None) -> Quantized:
+        def zeros(name: str, shape: tuple[int, ...]) -> Tensor:
+            dtype = self._stored if name == "weight" else torch.float32
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return self._as_quantized({name: zeros(name, s) for name, s in self._shapes().items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None:
+            mistakes = list(self._mistakes(state_dict, prefix))
+            if mistakes:
+                error_msgs += mistakes
+                return
+            if weight.dtype == self._stored and self.has_master:
+                self._take(self._zeros(self.weight.device) if self._copy is None else self._copy)
+            elif weight.dtype != self._stored and not self.has_master:
+                device = weight.device if self.weight.is_meta else self.weight.device
+                made = self._tensors(self._quantize(weight.to(device).contiguous()))
+                state_dict.update({prefix + name: tensor for name, tensor in made.items()})
+        self._made_of = None
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _mistakes(self, state_dict: dict[str, Any], prefix: str) -> Iterator[str]:
+        """What keeps the weight of a state dict, float or quantised, from being this layer's."""
+        dtype = state_dict[prefix + "weight"].dtype
+        if dtype == self._stored:
+            wanted = self._shapes()
+        elif dtype.is_floating_point and dtype.itemsize > 1:
+            wanted = {"weight": (self.out_features, self.in_features)}
+        else:
+            yield f"{prefix}weight: want {self._stored} or a float of 16 bits or more, got {dtype}"
+            return
+        for name in self._names if dtype == self._stored else ["weight"]:
+            shapes = wanted.get(name), getattr(state_dict.get(prefix + name), "shape", None)
+            want, got = ("none" if shape is None else list(shape) for shape in shapes)
+            if want != got:
+                yield f"{prefix}{name}: want {want} for a weight of {dtype}, got {got}"
+
+    def _apply(self: _Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Layer:
+        """As ``nn.Module`` has it; but a quantised weight's tensors only move, as bytes: ``half()``
+        would round scales, or make floats of fp8."""
+        kept = [] if self.has_master else [getattr(self, name) for name in self._shapes()]
+
+        def move(tensor: Tensor) -> Tensor:
+            if not any(tensor is other for other in kept):
+                return fn(tensor)
+            bits = torch.uint8 if tensor.itemsize == 1 else torch.int32
+            return fn(tensor.view(bits)).view(tensor.dtype)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        self._made_of = None
+        if self._copy is not None and self._copy[0].device != self.weight.device:
+            self._copy = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of what is copied or unpickled a copy is made anew."""
+        return {**self.__dict__, "_copy": None, "_made_of": None}
+
+    def extra_repr(self) -> str:
+        options = "".join(f"{name}={getattr(self, name)!r}, " for name in self._options)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {options}keep_master={self.has_master}"
+        )
+
+
+class _Master(NamedTuple):
     """The state of a weight that something was made of."""
 
     tensor: "weakref.ref[Tensor]"
@@ -16,24 +233,43 @@ class Master(NamedTuple):
     address: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Master":
-        return cls(weakref.ref(tensor), _version(tensor), tensor.data_ptr())
+    def of(cls, tensor: Tensor) -> "_Master":
+        # how often PyTorch has changed it, which is not counted for tensors of inference mode
+        version = 0 if tensor.is_inference() else tensor._version
+        return cls(weakref.ref(tensor), version, tensor.data_ptr())
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether it is the same tensor, and PyTorch has counted no change of it."""
-        return self.tensor() is tensor and self[1:] == (_version(tensor), tensor.data_ptr())
+        return self.tensor() is tensor and self[1:] == _Master.of(tensor)[1:]
 
 
-class Copy(Generic[Quantized]):
-    """A quantised weight, and the state of the master that it was made of."""
+class _Linear(torch.autograd.Function):
+    """The product; backwards by what the weight means, in the gradient's dtype."""
 
-    def __init__(self, master: Tensor, weight: Quantized) -> None:
-        self.weight, self._master = weight, Master.of(master)
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        master: Tensor | None,
+        bias: Tensor | None,
+        layer: QuantizedLinear[Quantized],
+        weight: Quantized,
+    ) -> Tensor:
+        needs_input = master is not None and ctx.needs_input_grad[1]
+        tensors = layer._tensors(weight)
+        ctx.save_for_backward(x if needs_input else None, *tensors.values())
+        ctx.layer, ctx.names = layer, tensors.keys()
+        return layer._multiply(x, weight, bias)
 
-    def is_of(self, master: Tensor) -> bool:
-        return self._master.is_unchanged(master)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often PyTorch has changed it; it does not count for tensors made in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *tensors = ctx.saved_tensors
+        of_x = of_master = of_bias = None  # autograd casts each to the dtype of what it is for
+        if ctx.needs_input_grad[0]:
+            weight = ctx.layer._as_quantized(dict(zip(ctx.names, tensors, strict=True)))
+            of_x = grad @ ctx.layer._dequantize(weight, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            of_master = grad.T @ x
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.sum(0, dtype=torch.float32)
+        return of_x, of_master, of_bias, None, None

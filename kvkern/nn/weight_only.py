@@ -1,14 +1,11 @@
 """W8A16Linear, W4A16Linear: linear layers whose weight is read in 8 or 4 bits, and never stale."""
 
-import math
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from kvkern.errors import ShapeMismatchError
-from kvkern.nn.quantized_linear import Copy
+from kvkern.nn.quantized_linear import Quantized, QuantizedLinear
 from kvkern.ops.weight_only import (
     QuantizedInt4,
     QuantizedInt8,
@@ -22,177 +19,44 @@ from kvkern.ops.weight_only import (
     stored_shapes,
 )
 
-_Weight = QuantizedInt8 | QuantizedInt4
-_Self = TypeVar("_Self", bound="_WeightOnlyLinear")
 
+class _WeightOnlyLinear(QuantizedLinear[Quantized]):
+    """With codes, their scales, and zero points if it is not symmetric."""
 
-class _WeightOnlyLinear(nn.Module):
-    """A linear layer with a quantised weight, made of a master that may be let go."""
-
-    weight: Tensor
     weight_scale: Tensor | None
     weight_zero: Tensor | None
-    _stored: ClassVar[torch.dtype]
-    group_size: int  # inputs that share a scale
+    _names = ("weight", "weight_scale", "weight_zero")
+    _options: ClassVar[tuple[str, ...]] = ("symmetric",)
+    _bits: ClassVar[int]
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        bias: bool,
-        symmetric: bool,
-        keep_master: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        bias: bool = True,
+        *,
+        symmetric: bool = True,
+        keep_master: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self._set_up(in_features, out_features, symmetric)
-        if keep_master:
-            weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
-            self.weight = nn.Parameter(weight)
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear has it
-        else:
-            self._take(self._zeros(device))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-            bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0
-            nn.init.uniform_(self.bias, -bound, bound)
-
-    def _share(self: _Self, linear: nn.Linear, symmetric: bool, keep_master: bool) -> _Self:
-        """Set up an instance that has not been, with the parameters of ``linear``."""
-        nn.Module.__init__(self)
-        self._set_up(linear.in_features, linear.out_features, symmetric)
-        self.weight, self.bias = linear.weight, linear.bias
-        if not keep_master:
-            self.release_master()
-        return self.train(linear.training)
-
-    def _set_up(self, in_features: int, out_features: int, symmetric: bool) -> None:
-        self.in_features, self.out_features = in_features, out_features
         self.symmetric = symmetric
-        self.register_buffer("weight_scale", None)
-        self.register_buffer("weight_zero", None)
-        self._copy: Copy[_Weight] | None = None
-
-    def _quantize(self, weight: Tensor) -> _Weight:
-        raise NotImplementedError
-
-    def _as_weight(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> _Weight:
-        raise NotImplementedError
-
-    def _zeros(self, device: torch.device | str | None) -> _Weight:
-        bits = 8 if self._stored == torch.int8 else 4
-        values, scale = stored_shapes(self.out_features, self.in_features, bits, self.group_size)
-        return self._as_weight(
-            torch.zeros(values, dtype=self._stored, device=device),
-            torch.zeros(scale, device=device),
-            None if self.symmetric else torch.zeros(scale, device=device),
-        )
+        super().__init__(in_features, out_features, bias, keep_master, device, dtype)
 
     @property
-    def has_master(self) -> bool:
-        return self.weight_scale is None
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.in_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` in bf16 or fp16 to ``[..., out_features]`` in the same."""
-        if x.shape[-1:] != (self.in_features,):
-            raise ShapeMismatchError(
-                f"x: want [..., in_features={self.in_features}], got {list(x.shape)}"
-            )
-        weight, master = self.quantized_weight(), self.weight if self.has_master else None
-        rows = x.reshape(x.shape[:-1].numel(), self.in_features).contiguous()
-        if torch.is_grad_enabled():
-            out: Tensor = _Linear.apply(rows, master, self.bias, weight)  # type: ignore[no-untyped-call]
-        else:
-            out = _multiply(rows, self.bias, weight)
-        return out.view(*x.shape[:-1], self.out_features)
-
-    def quantized_weight(self) -> _Weight:
-        """What the layer multiplies by: up to date."""
-        if self.weight_scale is not None:
-            return self._as_weight(self.weight.detach(), self.weight_scale, self.weight_zero)
-        if self._copy is None or not self._copy.is_of(self.weight):
-            self.refresh()
-            assert self._copy is not None
-        return self._copy.weight
-
-    def refresh(self) -> None:
-        """Quantise the master again, where the last copy lies, so that CUDA graphs see it."""
-        if not self.has_master:
-            return
-        made = self._quantize(self.weight.detach().contiguous())
-        old = None if self._copy is None else self._copy.weight
-        if old is not None and old.values.device == made.values.device:
-            for target, source in zip(old[:3], made[:3], strict=True):
-                if target is not None and source is not None:
-                    target.copy_(source)
-            made = old
-        self._copy = Copy(self.weight, made)
-
-    def release_master(self) -> None:
-        """Keep the quantised weight alone."""
-        if self.has_master:
-            self._take(self.quantized_weight())
-
-    def _take(self, weight: _Weight) -> None:
-        """Have no master but this weight."""
-        self._copy = None
-        self.weight = nn.Parameter(weight.values, requires_grad=False)
-        self.weight_scale, self.weight_zero = weight.scale, weight.zero
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        weight = state_dict.get(prefix + "weight")
-        is_stored = weight is not None and weight.dtype == self._stored
-        if is_stored and prefix + "weight_scale" not in state_dict:
-            error_msgs.append(f"{prefix}weight: want {prefix}weight_scale beside quantised weights")
-            return
-        if is_stored and self.has_master:
-            self._take(self._zeros(self.weight.device))
-        elif weight is not None and not is_stored and not self.has_master:
-            made = self._quantize(weight.to(self.weight.device).contiguous())
-            for name, tensor in zip(("", "_scale", "_zero"), made[:3], strict=True):
-                if tensor is not None:
-                    state_dict[f"{prefix}weight{name}"] = tensor
-        self._copy = None
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        values, scale = stored_shapes(
+            self.out_features, self.in_features, self._bits, self.group_size
         )
-
-    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        """As ``nn.Module`` has it; but scales and zeros only move, as bytes: ``half()`` would
-        round them."""
-        self._copy = None
-        scale, zero = self.weight_scale, self.weight_zero
-        self.weight_scale = self.weight_zero = None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight_scale, self.weight_zero = (
-            None if given is None else fn(given.view(torch.int32)).view(torch.float32)
-            for given in (scale, zero)
-        )
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_copy": None}  # made anew from what is copied or unpickled
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, symmetric={self.symmetric}, "
-            f"keep_master={self.has_master}"
-        )
+        shapes = {"weight": values, "weight_scale": scale}
+        return shapes if self.symmetric else {**shapes, "weight_zero": scale}
 
 
-class W8A16Linear(_WeightOnlyLinear):
+class W8A16Linear(_WeightOnlyLinear[QuantizedInt8]):
     """``x @ weight.T + bias`` with a weight in 8 bits, by a scale for each output.
 
     With its master weight the layer's parameters and state dict are those of ``nn.Linear``. The
@@ -214,46 +78,37 @@ class W8A16Linear(_WeightOnlyLinear):
         keep_master: whether there is a weight in ``dtype`` beside the quantised one.
 
     Raises:
-        ShapeMismatchError: an input whose last dim is not ``in_features``.
+        ShapeMismatchError: an input whose last dim is not ``in_features``; a master replaced by one
+            of another shape.
         UnsupportedDtypeError: an input that is neither bf16 nor fp16.
 
     Source: arXiv:2208.07339, section 2.
     """
 
-    _stored = torch.int8
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        symmetric: bool = True,
-        keep_master: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, symmetric, keep_master, device, dtype)
+    _stored, _bits = torch.int8, 8
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, *, symmetric: bool = True, keep_master: bool = True
     ) -> "W8A16Linear":
         """The same layer in 8 bits: it shares the parameters of ``linear``, none is copied."""
-        return cls.__new__(cls)._share(linear, symmetric, keep_master)
+        return cls._sharing(linear, keep_master, symmetric=symmetric)
 
-    @property
-    def group_size(self) -> int:  # type: ignore[override]
-        return self.in_features
+    def _as_quantized(self, tensors: dict[str, Tensor]) -> QuantizedInt8:
+        values, scale = tensors["weight"], tensors["weight_scale"]
+        return QuantizedInt8(values, scale, tensors.get("weight_zero"), self.in_features)
 
     def _quantize(self, weight: Tensor) -> QuantizedInt8:
         return quantize_int8(weight, symmetric=self.symmetric)
 
-    def _as_weight(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> QuantizedInt8:
-        return QuantizedInt8(values, scale, zero, self.in_features)
+    def _dequantize(self, weight: QuantizedInt8, dtype: torch.dtype) -> Tensor:
+        return dequantize_int8(weight, dtype=dtype)
+
+    def _multiply(self, x: Tensor, weight: QuantizedInt8, bias: Tensor | None) -> Tensor:
+        return matmul_w8a16(x, weight, bias=bias)
 
 
-class W4A16Linear(_WeightOnlyLinear):
+class W4A16Linear(_WeightOnlyLinear[QuantizedInt4]):
     """``x @ weight.T + bias`` with a weight in 4 bits, by a scale for each group of inputs.
 
     All else is as with ``W8A16Linear``; ``weight`` is what ``quantize_int4`` stores where there
@@ -267,13 +122,15 @@ class W4A16Linear(_WeightOnlyLinear):
 
     Raises:
         ArgumentError: no such ``group_size``.
-        ShapeMismatchError: an input whose last dim is not ``in_features``.
+        ShapeMismatchError: an input whose last dim is not ``in_features``; a master replaced by one
+            of another shape.
         UnsupportedDtypeError: an input that is neither bf16 nor fp16.
 
     Source: arXiv:2210.17323, section 4.
     """
 
-    _stored = torch.uint8
+    _stored, _bits = torch.uint8, 4
+    _options = ("symmetric", "group_size")
 
     def __init__(
         self,
@@ -289,7 +146,15 @@ class W4A16Linear(_WeightOnlyLinear):
     ) -> None:
         check_group_size(group_size)
         self._group_size = group_size
-        super().__init__(in_features, out_features, bias, symmetric, keep_master, device, dtype)
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            symmetric=symmetric,
+            keep_master=keep_master,
+            device=device,
+            dtype=dtype,
+        )
 
     @classmethod
     def from_linear(
@@ -301,60 +166,23 @@ class W4A16Linear(_WeightOnlyLinear):
         keep_master: bool = True,
     ) -> "W4A16Linear":
         """The same layer in 4 bits: it shares the parameters of ``linear``, none is copied."""
-        check_group_size(group_size)
-        layer = cls.__new__(cls)
-        layer._group_size = group_size
-        return layer._share(linear, symmetric, keep_master)
+        return cls._sharing(linear, keep_master, group_size=group_size, symmetric=symmetric)
 
     @property
-    def group_size(self) -> int:  # type: ignore[override]
+    def group_size(self) -> int:
         return max(self.in_features, 1) if self._group_size is None else self._group_size
+
+    def _as_quantized(self, tensors: dict[str, Tensor]) -> QuantizedInt4:
+        values, scale = tensors["weight"], tensors["weight_scale"]
+        return QuantizedInt4(
+            values, scale, tensors.get("weight_zero"), self.in_features, self.group_size
+        )
 
     def _quantize(self, weight: Tensor) -> QuantizedInt4:
         return quantize_int4(weight, group_size=self._group_size, symmetric=self.symmetric)
 
-    def _as_weight(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> QuantizedInt4:
-        return QuantizedInt4(values, scale, zero, self.in_features, self.group_size)
+    def _dequantize(self, weight: QuantizedInt4, dtype: torch.dtype) -> Tensor:
+        return dequantize_int4(weight, dtype=dtype)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, group_size={self.group_size}"
-
-
-def _multiply(x: Tensor, bias: Tensor | None, weight: _Weight) -> Tensor:
-    if isinstance(weight, QuantizedInt8):
-        return matmul_w8a16(x, weight, bias=bias)
-    return matmul_w4a16(x, weight, bias=bias)
-
-
-def _dequantized(weight: _Weight, dtype: torch.dtype) -> Tensor:
-    if isinstance(weight, QuantizedInt8):
-        return dequantize_int8(weight, dtype=dtype)
-    return dequantize_int4(weight, dtype=dtype)
-
-
-class _Linear(torch.autograd.Function):
-    """The product; backwards by what the weight means, in the gradient's dtype."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, master: Tensor | None, bias: Tensor | None, weight: _Weight
-    ) -> Tensor:
-        needs_input = master is not None and ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if needs_input else None, *weight[:3])
-        ctx.make_weight = lambda *tensors: weight._replace(
-            values=tensors[0], scale=tensors[1], zero=tensors[2]
-        )
-        ctx.dtypes = [None if given is None else given.dtype for given in (master, bias)]
-        return _multiply(x, bias, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *stored = ctx.saved_tensors
-        of_x = of_master = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_x = grad @ _dequantized(ctx.make_weight(*stored), grad.dtype)
-        if ctx.needs_input_grad[1]:
-            of_master = (grad.T @ x).to(ctx.dtypes[0])
-        if ctx.needs_input_grad[2]:
-            of_bias = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
-        return of_x, of_master, of_bias, None
+    def _multiply(self, x: Tensor, weight: QuantizedInt4, bias: Tensor | None) -> Tensor:
+        return matmul_w4a16(x, weight, bias=bias)
