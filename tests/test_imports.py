@@ -36,6 +36,7 @@ OPS = [
     "fp8_gemm",
     "gather_kv",
     "merge_states",
+    "mla_absorb",
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",

@@ -30,7 +30,7 @@ _LAYER_SCALES = (0.05, 0.07)  # latent, rope; not 1: a dropped one shows
 _KERNEL_DTYPE = torch.bfloat16
 _MOVES_DATA = ("gather_kv", "copy_pages")
 _IS_EXACT = (*_MOVES_DATA, "write_kv", "quantize_fp8", "dequantize_fp8")
-_WITHOUT_CACHE = ("merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm")
+_WITHOUT_CACHE = ("merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm", "mla_absorb")
 _CELLS: dict[Granularity, tuple[int, int]] = {
     "tensor": (130, 200),
     "row": (1, 200),
@@ -243,6 +243,23 @@ def _scores_and_values(case: _Case) -> tuple[Tensor, Tensor]:
     return case.randn(9, 12, 5, 3), case.randn(10, 12, 5, 3, _VALUE)
 
 
+def _mla_absorb(case: _Case, backend: str) -> Tensor:
+    """Weights of x's dtype, then in e4m3 with each kind of scale."""
+    x, weight = _absorbed(case)
+    products = [kvkern.mla_absorb(x, weight.to(x.dtype), backend=backend)]
+    for name in _CELLS:
+        values, scale = kvkern.quantize_fp8(weight.mT, granularity=name, backend="reference")
+        scale = scale if name == "tensor" else scale.mT
+        products.append(kvkern.mla_absorb(x, values.mT, scale=scale, backend=backend))
+    return _flat(*products)
+
+
+def _absorbed(case: _Case) -> tuple[Tensor, Tensor]:
+    """7 tokens of 3 heads, and the weights 3 x 200 x 128."""
+    x, weight = case.randn(15, 7, _HEADS, 200), case.randn(16, _HEADS, 128, 200).bfloat16()
+    return x, weight.mT
+
+
 def _merge_states(case: _Case, backend: str) -> Tensor:
     scores, values = (x.double() for x in _scores_and_values(case))
     parts = [slice(0, 1), slice(1, 8), slice(8, 12)]
@@ -439,6 +456,25 @@ def _products_of_real_numbers(case: _Case) -> Tensor:
     return _flat(*products)
 
 
+def _absorbed_head_by_head(case: _Case) -> Tensor:
+    """Dequantised first, by cells."""
+    x, weight = _absorbed(case)
+    products = [_by_heads(x, weight.to(x.dtype))]
+    for name, cell in _CELLS.items():
+        values, scale = kvkern.quantize_fp8(weight.mT, granularity=name, backend="reference")
+        real = values.double()
+        scales = scale.expand(_HEADS) if name == "tensor" else scale.flatten()
+        parts = [part for head in real for part in _parts(head, cell)]
+        for part, of_cell in zip(parts, scales, strict=True):
+            part *= of_cell
+        products.append(_by_heads(x, real.mT))
+    return _flat(*products)
+
+
+def _by_heads(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.stack([x[:, head] @ weight[head] for head in range(_HEADS)], dim=1)
+
+
 def _parts(x: Tensor, cell: tuple[int, int]) -> Iterator[Tensor]:
     for rows in x.split(cell[0]):
         yield from rows.split(cell[1], dim=1)
@@ -448,6 +484,7 @@ _OPS: dict[str, Callable[[_Case, str], Tensor]] = {
     "write_kv": _write_kv,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
+    "mla_absorb": _mla_absorb,
     "merge_states": _merge_states,
     "gather_kv": _gather_kv,
     "copy_pages": _copy_pages,
@@ -459,6 +496,7 @@ _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "write_kv": _plain_write_kv,
     "mla_decode": _plain_mla_decode,
     "mla_prefill": _absorbed_mla_prefill,
+    "mla_absorb": _absorbed_head_by_head,
     "merge_states": _whole_softmax,
     "gather_kv": _padded_rows,
     "copy_pages": _copied_pages,

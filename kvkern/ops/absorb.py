@@ -27,7 +27,7 @@ def mla_absorb(
     Args:
         x: ``[T, H, K]``, bf16, fp16 or fp32 (fp64: reference only), last dim contiguous, other
             strides any. For an x in fp8, ``scaled_mm`` has a batched form.
-        w: ``[H, K, N]``, x's dtype or e4m3, any strides: ``absorb_weights`` gives views that do.
+        w: ``[H, K, N]``, x's dtype or e4m3, any strides, as ``absorb_weights`` gives them.
         scale: fp32 descales of an e4m3 ``w`` (real = stored * scale), any strides, as
             ``quantize_fp8`` finds them for ``w.mT``, transposed: ``[1]``, for each matrix
             ``[H, 1, 1]``, for each column ``[H, 1, N]``, for each block of 128 x 128

@@ -1,4 +1,4 @@
-"""mla_absorb: each head by its own matrix, from and into views of packed buffers."""
+"""mla_absorb and absorb_weights: each head by its own matrix, into views of packed buffers."""
 
 import math
 
@@ -69,6 +69,21 @@ def test_matches_fp64(shape, layout, dtype, backend, device):
     result = mla_absorb(x, w, backend=backend)
     assert result.dtype == dtype and result.is_contiguous()
     assert_right(result, x, w)
+
+
+def test_absorbed_weights_are_views_that_factor_the_projection():
+    weight = torch.randn(3 * (5 + 4), 7)
+    w_uk, w_uv = absorb_weights(weight, num_heads=3, nope_dim=5, v_dim=4)
+    latent = torch.randn(7)
+    heads = (weight @ latent).view(3, 9)
+    torch.testing.assert_close(torch.einsum("hnl,l->hn", w_uk, latent), heads[:, :5])
+    torch.testing.assert_close(torch.einsum("hlv,l->hv", w_uv, latent), heads[:, 5:])
+    assert w_uk.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    assert w_uv.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    with pytest.raises(
+        kvkern.ShapeMismatchError, match=r"kv_b_weight: want \[H\*\(nope\+v\)=30, L=any\]"
+    ):
+        absorb_weights(weight, num_heads=3, nope_dim=5, v_dim=5)
 
 
 def test_absorbed_attention_is_plain_attention():
