@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import matmul
+from benchmarks import absorb, matmul
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
 from kvkern import explain
 from kvkern.layout import E4M3_MAX, MIN_GROUP_SCALE, CacheFormat
@@ -32,7 +32,7 @@ _ERRORS = (  # what importing, compiling and calling somebody else's code raises
 )
 
 
-def peers_of(step: Step | matmul.MatmulStep) -> Iterator[Implementation | str]:
+def peers_of(step: Step | matmul.MatmulStep | absorb.AbsorbStep) -> Iterator[Implementation | str]:
     """Each peer that takes the case, called once; or a line that says why it isn't here."""
     for make in _PEERS[step.case.op]:
         try:
@@ -408,4 +408,5 @@ _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {
     ),
     "mla_prefill": (fa3_prefill, cudnn_prefill),
     "scaled_mm": matmul.PEERS,
+    "mla_absorb": absorb.PEERS,
 }

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 import torch
 
-from benchmarks.cases import CASES, Case, Implementation, make_step
+from benchmarks.absorb import ABSORB_CASES, AbsorbCase, AbsorbStep
+from benchmarks.cases import CASES, Case, Implementation, Step, make_step
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
 from benchmarks.peers import peers_of
 from kvkern.testing.timing import (
@@ -42,7 +43,8 @@ class Measured(NamedTuple):
     clock: str
 
 
-AnyCase = Case | MatmulCase
+AnyCase = Case | MatmulCase | AbsorbCase
+ALL_CASES: tuple[AnyCase, ...] = (*CASES, *MATMUL_CASES, *ABSORB_CASES)
 Clock = Callable[[Sequence[Implementation]], list[Measured]]
 
 
@@ -80,7 +82,13 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row per implementation; if kvkern's result is wrong, one row with ``error`` and no time."""
     tell(case.name)
-    step = MatmulStep(case, device) if isinstance(case, MatmulCase) else make_step(case, device)
+    step: Step | MatmulStep | AbsorbStep
+    if isinstance(case, MatmulCase):
+        step = MatmulStep(case, device)
+    elif isinstance(case, AbsorbCase):
+        step = AbsorbStep(case, device)
+    else:
+        step = make_step(case, device)
     kvkern = step.kvkern()
     error = _error(kvkern)
     if error is not None:
@@ -209,9 +217,7 @@ def _output(command: list[str]) -> str:
     return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
 
 
-def main(
-    arguments: Sequence[str] | None = None, cases: Sequence[AnyCase] = (*CASES, *MATMUL_CASES)
-) -> int:
+def main(arguments: Sequence[str] | None = None, cases: Sequence[AnyCase] = ALL_CASES) -> int:
     """Returns 1 if a result was wrong, 2 if no case was chosen."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--op", nargs="*", choices=sorted({case.op for case in cases}))
