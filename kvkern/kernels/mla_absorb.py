@@ -232,7 +232,7 @@ def _is_aligned(*numbers: int) -> bool:
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
-    """Both sides of a layer, each tile size, dtypes, scales."""
+    """Both sides of a layer, each tile size, dtypes, scales; and rows that are not aligned."""
     gpu = Gpu(capability, num_sms=132)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for label, tokens, dtype, cell in (
@@ -247,19 +247,36 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("fp8-block-4096", 4096, bf16, (128, 128)),
         ("fp8-group-32", 32, bf16, (128, 1)),
     ):
-        for side, depth, num_columns in (("query", 128, 512), ("output", 512, 128)):
-            x, out = (
-                torch.empty(tokens, 128, size, dtype=dtype, device="meta")
-                for size in (depth + 64, num_columns + 64)
-            )
-            w_dtype = dtype if cell is None else torch.float8_e4m3fn
-            w = torch.empty(128, depth, num_columns, dtype=w_dtype, device="meta")
-            if side == "output":  # as absorb_weights has it
-                w = torch.empty(128, num_columns, depth, dtype=w_dtype, device="meta").mT
-            scale = None if cell is None else torch.empty(128, 4, num_columns, device="meta")
-            _, arguments, options = _call(
-                x[..., :depth], w, scale, cell or (0, 0), out[..., :num_columns], gpu
-            )
-            yield config_of_call(
-                _mla_absorb_kernel, f"{label}-{side}", arguments, options, **SMALL_SPILLS
-            )
+        yield _shipped(f"{label}-query", tokens, 128, 512, dtype, cell, gpu)
+        yield _shipped(f"{label}-output", tokens, 512, 128, dtype, cell, gpu, is_transposed=True)
+    yield _shipped("bf16-192-1", 1, 192, 256, bf16, None, gpu)
+    yield _shipped("bf16-odd-4096", 4096, 99, 65, bf16, None, gpu)
+    yield _shipped("fp8-odd-4096", 4096, 99, 65, bf16, (0, 1), gpu, is_transposed=True)
+
+
+def _shipped(
+    label: str,
+    num_tokens: int,
+    depth: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    cell: tuple[int, int] | None,  # None: w in dtype
+    gpu: Gpu,
+    *,
+    is_transposed: bool = False,  # as absorb_weights gives w_uv
+) -> KernelConfig:
+    """One call on tensors without memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, out = (empty(num_tokens, 128, size + 64, dtype=dtype) for size in (depth, num_columns))
+    w_dtype = dtype if cell is None else torch.float8_e4m3fn
+    w = empty(128, depth, num_columns, dtype=w_dtype)
+    if is_transposed:
+        w = empty(128, num_columns, depth, dtype=w_dtype).mT
+    scale = None if cell is None else empty(128, 4, num_columns)
+    _, arguments, options = _call(
+        x[..., :depth], w, scale, cell or (0, 0), out[..., :num_columns], gpu
+    )
+    return config_of_call(_mla_absorb_kernel, label, arguments, options, **SMALL_SPILLS)
