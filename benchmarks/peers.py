@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks import absorb, matmul
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
+from benchmarks.linear import LinearStep, cublas
 from kvkern import explain
 from kvkern.layout import E4M3_MAX, MIN_GROUP_SCALE, CacheFormat
 from kvkern.reference.paging import place_tokens
@@ -32,7 +33,9 @@ _ERRORS = (  # what importing, compiling and calling somebody else's code raises
 )
 
 
-def peers_of(step: Step | matmul.MatmulStep | absorb.AbsorbStep) -> Iterator[Implementation | str]:
+def peers_of(
+    step: Step | matmul.MatmulStep | absorb.AbsorbStep | LinearStep,
+) -> Iterator[Implementation | str]:
     """Each peer that takes the case, called once; or a line that says why it isn't here."""
     for make in _PEERS[step.case.op]:
         try:
@@ -409,4 +412,7 @@ _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {
     "mla_prefill": (fa3_prefill, cudnn_prefill),
     "scaled_mm": matmul.PEERS,
     "mla_absorb": absorb.PEERS,
+    "matmul_w8a16": (cublas,),
+    "matmul_w4a16": (cublas,),
+    "matmul_w8a8": (cublas,),
 }

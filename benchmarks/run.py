@@ -23,8 +23,10 @@ import torch
 
 from benchmarks.absorb import ABSORB_CASES, AbsorbCase, AbsorbStep
 from benchmarks.cases import CASES, Case, Implementation, Step, make_step
+from benchmarks.linear import LINEAR_CASES, LinearCase, LinearStep
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
 from benchmarks.peers import peers_of
+from benchmarks.quantize_cases import QUANTIZE_CASES, QuantizeCase, QuantizeStep
 from kvkern.testing.timing import (
     Timing,
     capture,
@@ -32,6 +34,15 @@ from kvkern.testing.timing import (
     host_us,
     matmul_rate,
     time_interleaved_us,
+)
+
+AnyCase = Case | QuantizeCase | MatmulCase | LinearCase | AbsorbCase
+ALL_CASES: tuple[AnyCase, ...] = (
+    *CASES,
+    *QUANTIZE_CASES,
+    *MATMUL_CASES,
+    *LINEAR_CASES,
+    *ABSORB_CASES,
 )
 
 
@@ -43,8 +54,6 @@ class Measured(NamedTuple):
     clock: str
 
 
-AnyCase = Case | MatmulCase | AbsorbCase
-ALL_CASES: tuple[AnyCase, ...] = (*CASES, *MATMUL_CASES, *ABSORB_CASES)
 Clock = Callable[[Sequence[Implementation]], list[Measured]]
 
 
@@ -82,20 +91,17 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row per implementation; if kvkern's result is wrong, one row with ``error`` and no time."""
     tell(case.name)
-    step: Step | MatmulStep | AbsorbStep
-    if isinstance(case, MatmulCase):
-        step = MatmulStep(case, device)
-    elif isinstance(case, AbsorbCase):
-        step = AbsorbStep(case, device)
+    if isinstance(case, QuantizeCase):  # no other library has these alone
+        kvkern, peers = QuantizeStep(case, device).kvkern(), iter(())
     else:
-        step = make_step(case, device)
-    kvkern = step.kvkern()
+        step = _step_of(case, device)
+        kvkern, peers = step.kvkern(), peers_of(step)
     error = _error(kvkern)
     if error is not None:
         tell(f"  kvkern is wrong and not timed: {error}")
         return [_row(case, machine, kvkern, error, None, None)]
     implementations = [kvkern, *limits_of(case, torch.device(device))]
-    for peer in peers_of(step) if with_peers else ():
+    for peer in peers if with_peers else ():
         if isinstance(peer, str):
             tell(f"  {peer}")
         else:
@@ -109,9 +115,19 @@ def measure(
     return rows
 
 
+def _step_of(
+    case: Case | MatmulCase | LinearCase | AbsorbCase, device: torch.device
+) -> Step | MatmulStep | LinearStep | AbsorbStep:
+    if isinstance(case, MatmulCase):
+        return MatmulStep(case, device)
+    if isinstance(case, AbsorbCase):
+        return AbsorbStep(case, device)
+    return LinearStep(case, device) if isinstance(case, LinearCase) else make_step(case, device)
+
+
 def limits_of(case: AnyCase, device: torch.device) -> list[Implementation]:
-    """What to hold a time of ``write_kv`` against: nothing at all, and moving as many bytes."""
-    if case.op != "write_kv" or device.type != "cuda":
+    """What to hold a time without products against: nothing at all, and moving as many bytes."""
+    if case.num_flops > 0 or device.type != "cuda":
         return []
     num_bytes = case.num_bytes // 2 // 4096 * 4096  # whole pages: others are copied more slowly
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))

@@ -21,7 +21,24 @@ from kvkern.ops.absorb import absorb_weights, mla_absorb
 from kvkern.ops.attention import AttentionOutput, merge_states, mla_decode, mla_prefill
 from kvkern.ops.matmul import fp8_gemm, scaled_mm
 from kvkern.ops.pages import PageCopy, copy_pages, gather_kv
-from kvkern.ops.quantize import QuantizedFP8, dequantize_fp8, quantize_fp8
+from kvkern.ops.quantize import (
+    QuantizedFP8,
+    dequantize_fp8,
+    quantize_fp8,
+    rms_norm_quant_fp8,
+    silu_and_mul_quant_fp8,
+)
+from kvkern.ops.weight_only import (
+    QuantizedInt4,
+    QuantizedInt8,
+    dequantize_int4,
+    dequantize_int8,
+    matmul_w4a16,
+    matmul_w8a8,
+    matmul_w8a16,
+    quantize_int4,
+    quantize_int8,
+)
 from kvkern.ops.write_kv import write_kv
 
 __version__ = "0.1.0"
@@ -43,6 +60,8 @@ __all__ = [
     "PagedKVCache",
     "PrefixIndex",
     "QuantizedFP8",
+    "QuantizedInt4",
+    "QuantizedInt8",
     "ShapeMismatchError",
     "UnsupportedDtypeError",
     "UnsupportedError",
@@ -50,14 +69,23 @@ __all__ = [
     "calibrate",
     "copy_pages",
     "dequantize_fp8",
+    "dequantize_int4",
+    "dequantize_int8",
     "explain",
     "fp8_gemm",
     "gather_kv",
+    "matmul_w4a16",
+    "matmul_w8a8",
+    "matmul_w8a16",
     "merge_states",
     "mla_absorb",
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",
+    "quantize_int4",
+    "quantize_int8",
+    "rms_norm_quant_fp8",
     "scaled_mm",
+    "silu_and_mul_quant_fp8",
     "write_kv",
 ]

@@ -40,8 +40,19 @@ def interpret(monkeypatch):
     choose.cache_clear()
 
 
+SHARED_MODULES = {  # of several ops, or of one and what undoes it
+    "dequantize_fp8": "quantize_fp8",
+    "quantize_int8": "quantize_int",
+    "quantize_int4": "quantize_int",
+    "dequantize_int8": "quantize_int",
+    "dequantize_int4": "quantize_int",
+    "matmul_w8a16": "matmul_weight_only",
+    "matmul_w4a16": "matmul_weight_only",
+}
+
+
 def module_of(op):
-    return op.removeprefix("de") if op == "dequantize_fp8" else op  # beside what it undoes
+    return SHARED_MODULES.get(op, op)
 
 
 @pytest.mark.parametrize("op", TABLE)
@@ -56,7 +67,7 @@ def test_auto_on_the_cpu_is_the_reference(op, interpret):
 @pytest.mark.parametrize("op", TABLE)
 def test_auto_on_a_card_is_never_the_reference(op, card):
     card(9, 0)
-    hopper = "hopper." if op == "mla_decode" else ""
+    hopper = "hopper." if op in ("mla_decode", "scaled_mm") else ""
     assert choose(op, "auto", CUDA, BF16).__module__ == f"kvkern.kernels.{hopper}{module_of(op)}"
     card(8, 0)
     assert choose(op, "auto", CUDA, BF16).__module__ == f"kvkern.kernels.{module_of(op)}"

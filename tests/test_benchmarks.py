@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cases, peers, plot, run
+import kvkern
+from benchmarks import cases, linear, peers, plot, run
 from benchmarks.absorb import ABSORB_CASES, AbsorbCase, AbsorbStep
 from benchmarks.cases import CASES, Case, Model, log_normal_lens, make_step
+from benchmarks.linear import LINEAR_CASES, Layer, LinearCase
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
+from benchmarks.quantize_cases import QUANTIZE_CASES, QuantizeCase
 from kvkern import explain, mla_decode, mla_prefill, write_kv
 from kvkern.reference.mla_decode import attend
 from kvkern.testing.timing import Timing, copy_bandwidth, host_us, matmul_rate, time_us
@@ -33,6 +36,12 @@ TINY_CASES = (
     Case("mla_decode", TINY, 5, 2, 70, ragged=True),
     Case("mla_decode", TINY, 5, 1, 70, "fp8_ds_mla", page_size=16, ragged=True),
     Case("mla_decode", TINY, 2, 20, 70, "fp8"),
+)
+TINY_QUANTIZE_CASES = (
+    QuantizeCase("quantize_fp8", 5, 200, "group"),
+    QuantizeCase("dequantize_fp8", 5, 200, "block", dtype=torch.float8_e5m2),
+    QuantizeCase("rms_norm_quant_fp8", 5, 200, "tensor", is_static=True, has_residual=True),
+    QuantizeCase("silu_and_mul_quant_fp8", 5, 200, "row"),
 )
 MACHINE = {"copy_gb_s": 1.0, "matmul_tflop_s": 1.0}
 
@@ -62,6 +71,34 @@ def test_decode_work_is_counted_by_hand():
     assert case.num_flops == 2 * 1000 * 128 * 2 * (576 + 512)
     grouped = Case("mla_decode", Model("v3", 128), 2, 1, 1000, "fp8_ds_mla")
     assert case.num_bytes - grouped.num_bytes == 2 * 1000 * (1152 - 656)
+
+
+def test_bytes_of_quantizers_are_counted_by_hand():
+    of = {case.op: case.num_bytes for case in TINY_QUANTIZE_CASES}
+    assert of["quantize_fp8"] == 1000 * 3 + 5 * 2 * 4
+    assert of["dequantize_fp8"] == 1000 * 3 + 2 * 4
+    assert of["rms_norm_quant_fp8"] == 1000 * (2 + 2 + 2 + 1) + 200 * 2 + 4  # residual twice
+    assert of["silu_and_mul_quant_fp8"] == 1000 * 5 + 5 * 4
+    assert len({case.name for case in QUANTIZE_CASES}) == len(QUANTIZE_CASES)
+    assert {case.op for case in QUANTIZE_CASES} == set(of)
+
+
+@pytest.mark.parametrize("case", TINY_QUANTIZE_CASES, ids=lambda case: case.op)
+def test_wrong_result_of_a_quantizer_is_told_and_never_timed(case, monkeypatch):
+    (row,) = run.measure(case, MACHINE, fake_clock, device="cpu", with_peers=True)
+    assert row["error"] is None and row["us"] == 10.0 and row["flops"] == 0
+    right = getattr(kvkern, case.op)
+
+    def sometimes_wrong(*args, backend, **options):
+        result = right(*args, backend=backend, **options)
+        if backend != "reference":
+            values = result if isinstance(result, torch.Tensor) else result.values
+            values[3, 70:90] = 0
+        return result
+
+    monkeypatch.setattr(kvkern, case.op, sometimes_wrong)
+    (row,) = run.measure(case, MACHINE, pytest.fail, device="cpu")
+    assert row["error"] and row["us"] is None
 
 
 def test_keys_behind_the_causal_mask_are_not_counted():
@@ -110,6 +147,32 @@ def test_prefill_work_is_counted_by_hand():
     assert cached.num_flops - new.num_flops == more_pairs + 2 * (2 * 30) * weights
 
 
+def test_linear_work_is_counted_by_hand():
+    layer = Layer("layer", 512, 1024)
+    rows = 2 * 3 * (512 + 1024)
+    w8, w4 = (LinearCase(op, layer, 3) for op in ("matmul_w8a16", "matmul_w4a16"))
+    assert w8.num_bytes == 512 * 1024 + 512 * 4 + rows
+    assert w4.num_bytes == 512 * 512 + 512 * 8 * 4 + rows
+    assert w8.num_flops == w4.num_flops == 2 * 3 * 512 * 1024
+
+
+@pytest.mark.parametrize("op", ["matmul_w8a16", "matmul_w4a16", "matmul_w8a8"])
+def test_linear_layers_are_checked_and_timed_beside_cublas(op, monkeypatch):
+    case = LinearCase(op, Layer("tiny", 96, 256), 5)
+    rows = run.measure(case, MACHINE, fake_clock, device="cpu", with_peers=True)
+    assert [row["implementation"] for row in rows] == ["kvkern", "cublas"]
+    assert [row["error"] for row in rows] == [None, None]
+    right = linear._MATMULS[op]
+
+    def sometimes_wrong(*args, **options):
+        product = right(*args, **options)
+        return product if options.get("backend") == "reference" else product * 1.1
+
+    monkeypatch.setitem(linear._MATMULS, op, sometimes_wrong)
+    (row,) = run.measure(case, MACHINE, pytest.fail, device="cpu")
+    assert row["error"] and row["us"] is None
+
+
 def test_only_fp8_with_many_rows_may_have_e4m3_weights():
     of = {case.name for case in TINY_CASES if case.may_have_e4m3_weights}
     assert of == {TINY_CASES[12].name}
@@ -121,7 +184,9 @@ def test_every_case_has_a_format_and_a_name_of_its_own():
         assert case.cache_format.row_bytes > 0 and case.num_bytes > 0
         assert case.seq_lens.shape == (case.num_requests,) and case.num_requests >= 1
         assert case.seq_lens.min() >= case.query_len
-    assert {case.op for case in run.ALL_CASES} == set(peers._PEERS)
+    with_peers = (*CASES, *MATMUL_CASES, *LINEAR_CASES, *ABSORB_CASES)
+    assert len({case.name for case in with_peers}) == len(with_peers)
+    assert {case.op for case in with_peers} == set(peers._PEERS)
 
 
 def test_decode_cases_hold_each_kind_that_is_compared():
@@ -395,10 +460,11 @@ def test_separate_launches_are_checked(name, monkeypatch):
 def test_runner_writes_whole_json_lines(tmp_path, capsys):
     file = tmp_path / "results" / "cpu.jsonl"
     arguments = ["--device", "cpu", "--out", str(file)]
-    assert run.main(arguments, TINY_CASES) == 0
+    assert run.main(arguments, [*TINY_CASES, *TINY_QUANTIZE_CASES]) == 0
     assert run.main([*arguments, "--op", "mla_decode", "--case", "fp8-B3"], TINY_CASES) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["case"] for row in rows] == [*(case.name for case in TINY_CASES), rows[3]["case"]]
+    names = [case.name for case in (*TINY_CASES, *TINY_QUANTIZE_CASES)]
+    assert [row["case"] for row in rows] == [*names, rows[3]["case"]]
     for row in rows:
         assert row.keys() == rows[0].keys()
         assert row["clock"] == "host" and row["device"] == "cpu" and row["error"] is None
@@ -525,5 +591,6 @@ def test_gpu_time_grows_with_the_work():
 @pytest.mark.gpu
 def test_every_op_is_timed_as_a_graph_on_a_gpu(tmp_path):
     file = tmp_path / "gpu.jsonl"
-    assert run.main(["--device", "cuda", "--out", str(file)], TINY_CASES) == 0
+    every = [*TINY_CASES, *TINY_QUANTIZE_CASES]
+    assert run.main(["--device", "cuda", "--out", str(file)], every) == 0
     assert {json.loads(line)["clock"] for line in file.read_text().splitlines()} == {"cuda-graph"}

@@ -8,7 +8,7 @@ itself is compared with formulas that are written differently here.
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import kvkern
 from kvkern.backends import TABLE
 from kvkern.errors import UnsupportedError
 from kvkern.layout import FORMAT_NAMES, FormatName
-from kvkern.ops.quantize import Granularity
+from kvkern.ops.quantize import Granularity, RowGranularity
 
 _HEADS, _LATENT, _ROPE, _NOPE, _VALUE, _PAGE_SIZE = 3, 128, 32, 64, 64, 4
 _SCALE = (_NOPE + _ROPE) ** -0.5
@@ -29,14 +29,23 @@ _NUM_PAGES = 16
 _LAYER_SCALES = (0.05, 0.07)  # latent, rope; not 1: a dropped one shows
 _KERNEL_DTYPE = torch.bfloat16
 _MOVES_DATA = ("gather_kv", "copy_pages")
-_IS_EXACT = (*_MOVES_DATA, "write_kv", "quantize_fp8", "dequantize_fp8")
-_WITHOUT_CACHE = ("merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm", "mla_absorb")
+_INT_QUANTISERS = ("quantize_int8", "quantize_int4", "dequantize_int8", "dequantize_int4")
+_INT_MATMULS = ("matmul_w8a16", "matmul_w4a16", "matmul_w8a8")
+_IS_EXACT = (*_MOVES_DATA, "write_kv", "quantize_fp8", "dequantize_fp8", *_INT_QUANTISERS)
+_FUSED_WITH_FP8 = ("rms_norm_quant_fp8", "silu_and_mul_quant_fp8")
+_WITHOUT_CACHE = (
+    "merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm", "mla_absorb", *_FUSED_WITH_FP8,
+    *_INT_QUANTISERS, *_INT_MATMULS,
+)  # fmt: skip
 _CELLS: dict[Granularity, tuple[int, int]] = {
     "tensor": (130, 200),
     "row": (1, 200),
     "group": (1, 128),
     "block": (128, 128),
 }
+
+
+_ROW_CELLS: tuple[RowGranularity, ...] = ("row", "group")
 
 
 class Result(NamedTuple):
@@ -56,11 +65,11 @@ class Result(NamedTuple):
 def run(settings: argparse.Namespace) -> int:
     """Print a line for each op, backend and case. Returns 1 if any of them is wrong."""
     num_wrong = 0
-    print(f"{'op':16}{'backend':12}{'case':22}{'max error':>11}{'allowed':>11}")
+    print(f"{'op':24}{'backend':12}{'case':22}{'max error':>11}{'allowed':>11}")
     for result in check_ops(settings.device):
         num_wrong += not result.is_right
         print(
-            f"{result.op:16}{result.backend:12}{result.case:22}{result.error:11.1e}"
+            f"{result.op:24}{result.backend:12}{result.case:22}{result.error:11.1e}"
             f"{result.allowed:11.1e}  {'ok' if result.is_right else 'WRONG'}",
             flush=True,
         )
@@ -95,6 +104,8 @@ def _check_kernel(op: str, backend: str, device: torch.device) -> Iterator[Resul
         same_dtype = _OPS[op](case, "reference")
         if op in _IS_EXACT:
             want, allowed = same_dtype, 0.0
+        elif op in _FUSED_WITH_FP8:  # scales have other last bits
+            want, allowed = same_dtype, 1e-5 * _largest(same_dtype)
         else:
             want = _OPS[op](replace(case, compute=torch.float64), "reference")
             eps = torch.finfo(_KERNEL_DTYPE).eps
@@ -342,6 +353,89 @@ def _matrices(
     )
 
 
+def _rms_norm_quant_fp8(case: _Case, backend: str) -> Tensor:
+    x, gamma, residual = _numbers_to_norm(case)
+    real = []
+    for name, y in zip(_ROW_CELLS, _normed(case)[1:], strict=True):
+        quantized = kvkern.rms_norm_quant_fp8(
+            x, gamma, residual=residual, granularity=name, backend=backend
+        )
+        real.append(_real_if_settled(quantized, y, name))
+    return _flat(residual, *real)
+
+
+def _silu_and_mul_quant_fp8(case: _Case, backend: str) -> Tensor:
+    x, y = _numbers_to_quantize(case), _gated(case)
+    run = kvkern.silu_and_mul_quant_fp8
+    cells = {name: run(x, granularity=name, backend=backend) for name in _ROW_CELLS}
+    return _flat(*(_real_if_settled(quantized, y, name) for name, quantized in cells.items()))
+
+
+def _numbers_to_norm(case: _Case) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.float32 if case.compute == torch.float64 else case.compute
+    x, gamma, residual = case.randn(13, 130, 200), case.randn(14, 200), case.randn(15, 130, 200)
+    return x.to(dtype), gamma.to(dtype), residual.to(dtype)
+
+
+def _real_if_settled(quantized: kvkern.QuantizedFP8, y: Tensor, name: RowGranularity) -> Tensor:
+    """0 where y is so near to the middle of two codes that a last bit decides."""
+    scale = kvkern.quantize_fp8(y.float(), granularity=name, backend="reference").scale
+    below, above = (
+        kvkern.quantize_fp8(near.float(), granularity=name, scale=scale, backend="reference")
+        for near in (y * (1 - 1e-5), y * (1 + 1e-5))
+    )
+    real = kvkern.dequantize_fp8(*quantized, dtype=torch.float32, backend="reference")
+    return real.where(below.values.float() == above.values.float(), 0.0)
+
+
+def _quantize_int(case: _Case, backend: str, *, bits: int) -> Tensor:
+    """As real numbers: with a zero point and without."""
+    weights = _int_weights(case, bits, backend)
+    return _flat(*(_dequantized(weight, torch.float32, "reference") for weight in weights))
+
+
+def _dequantize_int(case: _Case, backend: str, *, bits: int) -> Tensor:
+    dtype = torch.float32 if case.compute == torch.float64 else case.compute
+    weights = _int_weights(case, bits, "reference")
+    return _flat(*(_dequantized(weight, dtype, backend) for weight in weights))
+
+
+def _matmul_int(case: _Case, backend: str, *, bits: int) -> Tensor:
+    x, products = case.randn(13, 5, 200), []
+    for weight in _int_weights(case, bits, "reference"):
+        if isinstance(weight, kvkern.QuantizedInt8):
+            products.append(kvkern.matmul_w8a16(x, weight, backend=backend))
+        else:
+            products.append(kvkern.matmul_w4a16(x, weight, backend=backend))
+    return _flat(*products)
+
+
+def _matmul_w8a8(case: _Case, backend: str) -> Tensor:
+    x, weights = case.randn(13, 5, 200), _int_weights(case, 8, "reference")
+    return _flat(
+        *(
+            kvkern.matmul_w8a8(x, weight, backend=backend)
+            for weight in weights
+            if isinstance(weight, kvkern.QuantizedInt8)
+        )
+    )
+
+
+_IntWeight = kvkern.QuantizedInt8 | kvkern.QuantizedInt4
+
+
+def _int_weights(case: _Case, bits: int, backend: str) -> list[_IntWeight]:
+    x = _numbers_to_quantize(case)
+    quantize = kvkern.quantize_int8 if bits == 8 else kvkern.quantize_int4
+    return [quantize(x, symmetric=symmetric, backend=backend) for symmetric in (True, False)]
+
+
+def _dequantized(weight: _IntWeight, dtype: torch.dtype, backend: str) -> Tensor:
+    if isinstance(weight, kvkern.QuantizedInt8):
+        return kvkern.dequantize_int8(weight, dtype=dtype, backend=backend)
+    return kvkern.dequantize_int4(weight, dtype=dtype, backend=backend)
+
+
 # The same in other words. Cases here are fp64 over an fp32 cache.
 
 
@@ -475,6 +569,73 @@ def _by_heads(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([x[:, head] @ weight[head] for head in range(_HEADS)], dim=1)
 
 
+def _normed(case: _Case) -> list[Tensor]:
+    """The sums, the norm as a length, and that of what is left when x has been added again."""
+    x, gamma, sums = _numbers_to_norm(case)
+    normed = []
+    for _ in _ROW_CELLS:
+        sums = (x.double() + sums.double()).to(x.dtype)
+        length = (sums.double().square().sum(-1, keepdim=True) + 200e-6).sqrt()
+        normed.append(sums.double() / length * 200**0.5 * gamma.double())
+    return [sums, *normed]
+
+
+def _gated(case: _Case) -> Tensor:
+    """silu by the hyperbolic tangent."""
+    gate, up = _numbers_to_quantize(case).double().split(100, dim=-1)
+    y: Tensor = gate * (1 + torch.tanh(gate / 2)) / 2 * up
+    return y
+
+
+def _quantized_norms(case: _Case) -> Tensor:
+    sums, *normed = _normed(case)
+    return _flat(sums, *map(_there_and_back, normed, _ROW_CELLS))
+
+
+def _quantized_products(case: _Case) -> Tensor:
+    return _flat(*(_there_and_back(_gated(case), name) for name in _ROW_CELLS))
+
+
+def _there_and_back(y: Tensor, name: RowGranularity) -> Tensor:
+    quantized = kvkern.quantize_fp8(y.float(), granularity=name, backend="reference")
+    return _real_if_settled(quantized, y, name)
+
+
+def _torch_int(case: _Case, *, bits: int) -> Tensor:
+    return _flat(*_torch_int_weights(case, bits))
+
+
+def _torch_int_product(case: _Case, *, bits: int) -> Tensor:
+    x = case.randn(13, 5, 200)
+    return _flat(*(x @ weight.double().T for weight in _torch_int_weights(case, bits)))
+
+
+def _torch_w8a8(case: _Case) -> Tensor:
+    x = _torch_quantized(case.randn(13, 5, 200).float(), 8, symmetric=True)
+    weights = _torch_int_weights(case, 8)
+    return _flat(*(x.double() @ weight.double().T for weight in weights))
+
+
+def _torch_int_weights(case: _Case, bits: int) -> list[Tensor]:
+    """By PyTorch's own rounding, as training has it; groups of 128 columns as rows."""
+    x, size = _numbers_to_quantize(case), 200 if bits == 8 else 128
+    groups = torch.nn.functional.pad(x, (0, -200 % size)).view(-1, size)
+    both = (_torch_quantized(groups, bits, symmetric=symmetric) for symmetric in (True, False))
+    return [real.view(130, -1)[:, :200] for real in both]
+
+
+def _torch_quantized(rows: Tensor, bits: int, *, symmetric: bool) -> Tensor:
+    low, high = -(2 ** (bits - 1)) + symmetric, 2 ** (bits - 1) - 1
+    least, most = (torch.full_like(rows[:, 0], end) for end in (low, high))
+    if symmetric:
+        scale, zero = rows.abs().amax(1) / most, torch.zeros_like(most)
+    else:
+        steps = torch.full_like(most, high - low)
+        scale = rows.amax(1) / steps - rows.amin(1) / steps
+        zero = torch.round(-rows.amin(1) * (1 / scale)) + least
+    return torch.fake_quantize_per_channel_affine(rows, scale, zero.int(), 0, low, high)
+
+
 def _parts(x: Tensor, cell: tuple[int, int]) -> Iterator[Tensor]:
     for rows in x.split(cell[0]):
         yield from rows.split(cell[1], dim=1)
@@ -491,6 +652,15 @@ _OPS: dict[str, Callable[[_Case, str], Tensor]] = {
     "quantize_fp8": _quantize_fp8,
     "dequantize_fp8": _dequantize_fp8,
     "scaled_mm": _scaled_mm,
+    "rms_norm_quant_fp8": _rms_norm_quant_fp8,
+    "silu_and_mul_quant_fp8": _silu_and_mul_quant_fp8,
+    "quantize_int8": partial(_quantize_int, bits=8),
+    "quantize_int4": partial(_quantize_int, bits=4),
+    "dequantize_int8": partial(_dequantize_int, bits=8),
+    "dequantize_int4": partial(_dequantize_int, bits=4),
+    "matmul_w8a16": partial(_matmul_int, bits=8),
+    "matmul_w4a16": partial(_matmul_int, bits=4),
+    "matmul_w8a8": _matmul_w8a8,
 }
 _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "write_kv": _plain_write_kv,
@@ -503,4 +673,13 @@ _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "quantize_fp8": _nearest_in_table,
     "dequantize_fp8": _times_scale,
     "scaled_mm": _products_of_real_numbers,
+    "rms_norm_quant_fp8": _quantized_norms,
+    "silu_and_mul_quant_fp8": _quantized_products,
+    "quantize_int8": partial(_torch_int, bits=8),
+    "quantize_int4": partial(_torch_int, bits=4),
+    "dequantize_int8": partial(_torch_int, bits=8),
+    "dequantize_int4": partial(_torch_int, bits=4),
+    "matmul_w8a16": partial(_torch_int_product, bits=8),
+    "matmul_w4a16": partial(_torch_int_product, bits=4),
+    "matmul_w8a8": _torch_w8a8,
 }

@@ -306,6 +306,15 @@ TABLE: dict[str, tuple[Backend, ...]] = {
             _deepgemm_refuses_call,
         ),
     ),
+    "rms_norm_quant_fp8": _row("rms_norm_quant_fp8", "rms_norm_quant_fp8"),
+    "silu_and_mul_quant_fp8": _row("silu_and_mul_quant_fp8", "silu_and_mul_quant_fp8"),
+    "quantize_int8": _row("quantize_int", "quantize_int"),
+    "quantize_int4": _row("quantize_int", "quantize_int"),
+    "dequantize_int8": _row("quantize_int", "dequantize_int"),
+    "dequantize_int4": _row("quantize_int", "dequantize_int"),
+    "matmul_w8a16": _row("matmul_weight_only", "matmul_weight_only"),
+    "matmul_w4a16": _row("matmul_weight_only", "matmul_weight_only"),
+    "matmul_w8a8": _row("matmul_w8a8", "matmul_w8a8"),
 }
 
 

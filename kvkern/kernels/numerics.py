@@ -48,9 +48,26 @@ def encode_e4m3(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def encode_e5m2(x):
+def encode_e5m2(x, NATIVE: tl.constexpr):
     """fp32 to e5m2 codes in uint8: nearest, ties to even, saturating at 57344; NaN is 0x7F."""
-    return _encode_fp8(x, 2, 15, 0x7B)
+    if NATIVE:  # Triton 3.6 has sm_89 round twice, by way of fp16
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,r,r,r,r",
+            [x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return _encode_fp8(x, 2, 15, 0x7B)
 
 
 @triton.jit
@@ -95,9 +112,78 @@ def decode_e5m2(codes):
 @triton.jit
 def power_of_two_scale(amax, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr):
     """amax / 448, at least MIN_SCALE, rounded up to a power of two; exact, as fp32."""
-    ratio = tl.maximum(tl.div_rn(amax, E4M3_MAX), MIN_SCALE)
-    word = (ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return power_of_two_above(tl.maximum(tl.div_rn(amax, E4M3_MAX), MIN_SCALE))
+
+
+@triton.jit
+def power_of_two_above(x):
+    """The least that is not below ``x``, a normal number > 0."""
+    word = (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finite_magnitude(x):
+    """|x| for a maximum: of infinity and NaN what it passes over, as a card's does NaN."""
+    if INTERPRET:
+        return tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+    else:  # one instruction, beside those that compare: infinity times 0 is NaN
+        return tl.abs(tl.fma(x, 0.0, x))
+
+
+@triton.jit
+def over_constant(x, DIVISOR: tl.constexpr):
+    """x / DIVISOR, rounded once where that is 2^-100 or more, and no more than that below.
+
+    Three instructions, where a division that takes any number is ten and a branch. The divisors are
+    e4m3's and e5m2's largest: of another, its own inverse might be too far off. Source: Markstein,
+    IBM J. Res. Dev. 34(1), 1990.
+    """
+    if INTERPRET:  # has no fused product
+        return tl.div_rn(x, DIVISOR)
+    else:
+        INVERSE: tl.constexpr = 1.0 / DIVISOR
+        quotient = x * INVERSE
+        return tl.fma(tl.fma(quotient, -DIVISOR, x), INVERSE, quotient)
+
+
+@triton.jit
+def inverse_of(x):
+    """1 / x, rounded once; ``x`` is in 2^-100 to 2^120: the card's guess, a step of Newton's."""
+    if INTERPRET:
+        return tl.div_rn(1.0, x)
+    else:
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return tl.fma(near, tl.fma(-x, near, 1.0), near)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), to 2^-20 of itself; below 2^-126 it may be 0.
+
+    Four instructions: those that Triton makes of the formula are twelve.
+    """
+    if INTERPRET:
+        return 1.0 / (1.0 + tl.exp(-x))
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 t;
+                mul.f32 t, $1, 0fBFB8AA3B;  // -log2(e)
+                ex2.approx.ftz.f32 t, t;
+                add.f32 t, t, 0f3F800000;
+                rcp.approx.ftz.f32 $0, t;
+            }
+            """,
+            "=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit

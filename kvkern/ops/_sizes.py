@@ -66,3 +66,17 @@ class Sizes:
     def _wanted(self, letters: tuple[str, ...]) -> str:
         sizes = [f"{letter}={self.known.get(letter, 'any')}" for letter in letters]
         return f"[{', '.join(sizes)}]"
+
+
+def as_rows(name: str, x: Tensor) -> Tensor:
+    """``[M, K]`` without a copy; of ``x`` that is not empty."""
+    try:
+        rows = x.view(-1, x.shape[-1])
+        is_folded = rows.shape[1] == 1 or rows.stride(1) == 1
+    except RuntimeError:
+        is_folded = False
+    if not is_folded:
+        raise LayoutError(
+            f"{name}: want contiguous rows at one distance, got strides {list(x.stride())}"
+        )
+    return rows

@@ -54,7 +54,8 @@ def scaled_mm(
         out_dtype: bf16, fp16 or fp32 (fp64: reference only).
         accumulation: ``"exact"``: no more than 128 products are summed before they are added in
             fp32. ``"fast"``: a kernel may sum all of K in the tensor core, if no scale changes
-            along K; Hopper's keeps some 13 bits of such a sum, so results of a sign are too small.
+            along K; Hopper's keeps some 13 bits of such a sum, so results of a sign are too small,
+            by 0.8% at K = 16384.
         out: as returned, last dim contiguous, other strides any; must not overlap an input.
         backend: ``"auto"``, or a name: used or refused, never replaced.
 

@@ -1,4 +1,4 @@
-"""quantize_fp8 and dequantize_fp8: contracts, checks, choice of backend."""
+"""quantize_fp8, alone and behind a norm or an activation, and dequantize_fp8: contracts, checks."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import choose
-from kvkern.errors import ArgumentError, LayoutError, ShapeMismatchError
+from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
-from kvkern.ops._sizes import FLOATS, Sizes
+from kvkern.ops._sizes import FLOATS, Sizes, as_rows
 
 Granularity = Literal["tensor", "row", "group", "block"]
+RowGranularity = Literal["tensor", "row", "group"]  # of what is made row by row
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CELL = 128  # columns of a group, rows and columns of a block
 
@@ -64,37 +65,119 @@ def quantize_fp8(
 
     Source: arXiv:2412.19437, section 3.3 (groups and blocks); OCP 8-bit floating point, 1.0.
     """
-    if granularity not in get_args(Granularity):
-        names = ", ".join(get_args(Granularity))
-        raise ArgumentError(f"granularity: want one of {names}; got {granularity!r}")
-    if dtype not in _FP8:
-        raise ArgumentError(f"dtype: want float8_e4m3fn or float8_e5m2, got {dtype}")
-    if power_of_two and scale is not None:
-        raise ArgumentError("power_of_two: want it without scale, which is taken as it is")
+    _check_options(granularity, get_args(Granularity), scale, dtype, power_of_two)
     _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
     if granularity == "block" and not _has_blocks(x.shape):
         raise ShapeMismatchError(
             f"x: want [N, K], or [..., N, K] with N a multiple of {_CELL}, for blocks; "
             f"got {list(x.shape)}"
         )
-    wanted = _scale_shape(x.shape, granularity)
-    if scale is not None:
-        _match("scale", scale, wanted, torch.float32, device=x.device)
-    if out is not None:
-        _match("out", out, x.shape, dtype, device=x.device)
-    values = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
-    is_static = scale is not None
-    if scale is None:
-        scale = torch.empty(wanted, dtype=torch.float32, device=x.device)
+    quantized = _outputs(x.shape, granularity, scale, dtype, out, x.device)
     run = choose("quantize_fp8", backend, x.device, x.dtype)
-    if x.numel() == 0:  # nothing has no magnitude
-        if not is_static:
-            scale.fill_(MIN_TOKEN_SCALE)
-        return QuantizedFP8(values, scale)
-    rows = _as_rows("x", x)
-    cell = _cell_of(rows, granularity)
-    run(rows, values.view(rows.shape), _as_cells(scale), cell, is_static, power_of_two)
-    return QuantizedFP8(values, scale)
+    if x.numel() == 0:
+        return _empty(quantized, is_static=scale is not None)
+    run(as_rows("x", x), *_by_row(quantized), granularity, scale is not None, power_of_two)
+    return quantized
+
+
+def rms_norm_quant_fp8(
+    x: Tensor,
+    gamma: Tensor,
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    granularity: RowGranularity = "row",
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    power_of_two: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> QuantizedFP8:
+    """RMSNorm of each row, quantised as ``quantize_fp8`` does; of x + residual if there is one.
+
+    Args:
+        x: ``[..., K]``, bf16, fp16 or fp32, one row behind the other at any distance, rows
+            contiguous.
+        gamma: ``[K]``, bf16, fp16 or fp32, contiguous.
+        eps: added to the mean square, fp32.
+        residual: ``x.shape`` in ``x.dtype``, strides as ``x``: x + residual, rounded to that dtype,
+            takes its place and is what is normed, as in vLLM's, SGLang's and FlashInfer's fused
+            add. ``x`` is only read. Must not overlap ``x``.
+        granularity: ``"row"``, ``"group"``, or ``"tensor"``, which needs a ``scale``: what is in
+            all rows is not known while they are normed.
+        scale, dtype, power_of_two, out, backend: as in ``quantize_fp8``.
+
+    Returns:
+        ``values`` ``x.shape`` in ``dtype`` and ``scale``, as ``quantize_fp8`` has them of
+        y = x * (1 / sqrt(mean(x^2) + eps)) * gamma, in fp32 and not rounded to x's dtype between.
+        The mean is summed in fp32, so its last bits, and rarely a code, differ between backends.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError: an argument is not as
+            above; nothing is written.
+        ArgumentError: no such granularity or dtype, or a ``scale`` that is missing or not wanted.
+        UnsupportedError: no backend takes the call; the message gives each one's reason.
+
+    Source: RMSNorm, arXiv:1910.07467; arXiv:2412.19437, section 3.3.
+    """
+    _check_options(granularity, get_args(RowGranularity), scale, dtype, power_of_two)
+    _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
+    Sizes(x.device, K=x.shape[-1]).match("gamma", gamma, "K", *FLOATS)
+    if residual is not None:
+        _match("residual", residual, x.shape, x.dtype, device=x.device, strides="any")
+    quantized = _outputs(x.shape, granularity, scale, dtype, out, x.device)
+    run = choose("rms_norm_quant_fp8", backend, x.device, x.dtype)
+    if x.numel() == 0:
+        return _empty(quantized, is_static=scale is not None)
+    rows = as_rows("x", x)
+    sums = None if residual is None else as_rows("residual", residual)
+    style = (granularity, scale is not None, power_of_two)
+    run(rows, gamma, sums, *_by_row(quantized), *style, float(eps))
+    return quantized
+
+
+def silu_and_mul_quant_fp8(
+    x: Tensor,
+    *,
+    granularity: RowGranularity = "row",
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    power_of_two: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> QuantizedFP8:
+    """silu(gate) * up of each row, quantised as ``quantize_fp8`` does.
+
+    Args:
+        x: ``[..., 2I]``: gate, then up; bf16, fp16 or fp32, one row behind the other at any
+            distance, rows contiguous.
+        granularity: ``"row"``, ``"group"``, or ``"tensor"``, which needs a ``scale``.
+        scale, dtype, power_of_two, out, backend: as in ``quantize_fp8``, of ``[..., I]``.
+
+    Returns:
+        ``values`` ``[..., I]`` in ``dtype`` and ``scale``, as ``quantize_fp8`` has them of
+        gate / (1 + exp(-gate)) * up, in fp32 and not rounded to x's dtype between. Exponentials
+        differ in their last bits, and rarely a code does, between backends.
+
+    Raises:
+        ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError: an argument is not as
+            above.
+        ArgumentError: no such granularity or dtype, or a ``scale`` that is missing or not wanted.
+        UnsupportedError: no backend takes the call; the message gives each one's reason.
+
+    Source: SwiGLU, arXiv:2002.05202; arXiv:2412.19437, section 3.3.
+    """
+    _check_options(granularity, get_args(RowGranularity), scale, dtype, power_of_two)
+    _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
+    if x.shape[-1] % 2:
+        raise ShapeMismatchError(f"x: want [..., 2I], gate then up; got {list(x.shape)}")
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    quantized = _outputs(shape, granularity, scale, dtype, out, x.device)
+    run = choose("silu_and_mul_quant_fp8", backend, x.device, x.dtype)
+    if x.numel() == 0:
+        return _empty(quantized, is_static=scale is not None)
+    run(as_rows("x", x), *_by_row(quantized), granularity, scale is not None, power_of_two)
+    return quantized
 
 
 def dequantize_fp8(
@@ -136,9 +219,60 @@ def dequantize_fp8(
     result = torch.empty(values.shape, dtype=dtype, device=values.device) if out is None else out
     run = choose("dequantize_fp8", backend, values.device, dtype)
     if values.numel() > 0:
-        rows = _as_rows("values", values)
-        run(rows, _as_cells(scale), _cell_of(rows, granularity), result.view(rows.shape))
+        rows = as_rows("values", values)
+        run(rows, _as_cells(scale), granularity, result.view(rows.shape))
     return result
+
+
+def _check_options(
+    granularity: str,
+    granularities: tuple[str, ...],
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> None:
+    if granularity not in granularities:
+        names = ", ".join(granularities)
+        raise ArgumentError(f"granularity: want one of {names}; got {granularity!r}")
+    if dtype not in _FP8:
+        raise ArgumentError(f"dtype: want float8_e4m3fn or float8_e5m2, got {dtype}")
+    if power_of_two and scale is not None:
+        raise ArgumentError("power_of_two: want it without scale, which is taken as it is")
+    if granularity == "tensor" and scale is None and granularities == get_args(RowGranularity):
+        raise ArgumentError("scale: want one for a tensor, whose rows are not all known; got None")
+
+
+def _outputs(
+    shape: tuple[int, ...],
+    granularity: Granularity,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    device: torch.device,
+) -> QuantizedFP8:
+    """What is given, checked, and what is not, allocated."""
+    wanted = _scale_shape(shape, granularity)
+    if scale is not None:
+        _match("scale", scale, wanted, torch.float32, device=device)
+    if out is not None:
+        _match("out", out, shape, dtype, device=device)
+    return QuantizedFP8(
+        torch.empty(shape, dtype=dtype, device=device) if out is None else out,
+        torch.empty(wanted, dtype=torch.float32, device=device) if scale is None else scale,
+    )
+
+
+def _empty(quantized: QuantizedFP8, is_static: bool) -> QuantizedFP8:
+    """Nothing has no magnitude."""
+    if not is_static:
+        quantized.scale.fill_(MIN_TOKEN_SCALE)
+    return quantized
+
+
+def _by_row(quantized: QuantizedFP8) -> tuple[Tensor, Tensor]:
+    """As backends take them; of what is not empty."""
+    rows = quantized.values.view(-1, quantized.values.shape[-1])
+    return rows, _as_cells(quantized.scale)
 
 
 def _match(
@@ -156,33 +290,8 @@ def _match(
     Sizes(device, **dims).match(name, tensor, " ".join(dims), *dtypes, strides=strides)
 
 
-def _as_rows(name: str, x: Tensor) -> Tensor:
-    """``[M, K]`` without a copy; of ``x`` that is not empty."""
-    try:
-        rows = x.view(-1, x.shape[-1])
-        is_folded = rows.shape[1] == 1 or rows.stride(1) == 1
-    except RuntimeError:
-        is_folded = False
-    if not is_folded:
-        raise LayoutError(
-            f"{name}: want contiguous rows at one distance, got strides {list(x.stride())}"
-        )
-    return rows
-
-
 def _as_cells(scale: Tensor) -> Tensor:
     return scale.view(-1, scale.shape[-1])
-
-
-def _cell_of(rows: Tensor, granularity: Granularity) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
-    num_rows, num_columns = rows.shape
-    return {
-        "tensor": (num_rows, num_columns),
-        "row": (1, num_columns),
-        "group": (1, _CELL),
-        "block": (_CELL, _CELL),
-    }[granularity]
 
 
 def _has_blocks(shape: tuple[int, ...]) -> bool:

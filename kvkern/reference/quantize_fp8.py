@@ -11,12 +11,12 @@ def quantize_fp8(
     x: Tensor,  # [M, K]
     values: Tensor,  # [M, K]
     scale: Tensor,  # fp32 [cells of M, cells of K]
-    cell: tuple[int, int],
+    granularity: str,
     is_static: bool,
     power_of_two: bool,
 ) -> None:
     """The specification; ``kvkern.quantize_fp8`` states the contract."""
-    x = x.float()
+    x, cell = x.float(), _cell_of(x, granularity)
     if not is_static:
         amax = _cells(x.abs().where(x.isfinite(), 0.0), cell).amax(dim=(2, 3))
         found = over(amax, torch.finfo(values.dtype).max).clamp(min=MIN_TOKEN_SCALE)
@@ -24,9 +24,20 @@ def quantize_fp8(
     values.copy_(round_to(x * _spread(1.0 / scale, cell, x), values.dtype))
 
 
-def dequantize_fp8(values: Tensor, scale: Tensor, cell: tuple[int, int], out: Tensor) -> None:
+def dequantize_fp8(values: Tensor, scale: Tensor, granularity: str, out: Tensor) -> None:
     """The specification; ``kvkern.dequantize_fp8`` states the contract."""
-    out.copy_(values.float() * _spread(scale, cell, values))
+    out.copy_(values.float() * _spread(scale, _cell_of(values, granularity), values))
+
+
+def _cell_of(x: Tensor, granularity: str) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    num_rows, num_columns = x.shape
+    return {
+        "tensor": (num_rows, num_columns),
+        "row": (1, num_columns),
+        "group": (1, 128),
+        "block": (128, 128),
+    }[granularity]
 
 
 def _cells(x: Tensor, cell: tuple[int, int]) -> Tensor:

@@ -270,7 +270,7 @@ def test_launcher_of_another_kind_is_taken_as_it_is(host, change):
 def test_stand_in_for_a_descriptor_has_all_that_triton_reads(host):
     compiled, in_c = compiled_by_triton(SIGNATURE, META)
     q, k = descriptor(5, 64), descriptor(100, 40)
-    for one, two in ((q, k), (launching._MovedDescriptor(q), launching._MovedDescriptor(k))):
+    for one, two in ((q, k), tuple(launching.moved(x, x.base.data_ptr()) for x in (q, k))):
         launch_by_triton(compiled, (7, 1, 1), "stream", one, 1024, two, 9, 64)
     assert in_c.calls[0] == in_c.calls[1]
 

@@ -13,12 +13,15 @@ from kvkern.kernels.numerics import (
     decode_e4m3,
     encode_e2m1,
     encode_e4m3,
+    encode_e5m2,
+    inverse_of,
+    over_constant,
     power_of_two_scale,
     round_to,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @pytest.fixture(params=[pytest.param(True, marks=pytest.mark.gpu, id="native"), False])
@@ -48,6 +51,12 @@ def _encode_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _encode_e5m2_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr, NATIVE: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(dst_ptr + offs, encode_e5m2(tl.load(src_ptr + offs), NATIVE))
+
+
+@triton.jit
 def _decode_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr, NATIVE: tl.constexpr):
     offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     dtype: tl.constexpr = dst_ptr.dtype.element_ty
@@ -64,6 +73,13 @@ def _encode_e2m1_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
 def _decode_e2m1_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr):
     offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(dst_ptr + offs, decode_e2m1(tl.load(src_ptr + offs)))
+
+
+@triton.jit
+def _quotient_kernel(src_ptr, dst_ptr, SIZE: tl.constexpr, DIVISOR: tl.constexpr):
+    offs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(src_ptr + offs)
+    tl.store(dst_ptr + offs, over_constant(x, DIVISOR) if DIVISOR > 0 else inverse_of(x))
 
 
 @triton.jit
@@ -160,6 +176,21 @@ def test_encode_saturates_and_has_one_nan(device, native):
     assert encoded == [0x7E, 0x7F, 0x7F, 0x7F, 0xFE, 0x7F, 0x7F, 0x7F, *[0x7E] * 5, 0xFE]
 
 
+def test_e5m2_takes_the_nearest_code_and_the_even_one_of_two(device, native):
+    """Against distances to all codes in fp64, independent of anybody's cast; one NaN."""
+    codes = torch.arange(124, dtype=torch.uint8)  # without infinity and NaN
+    decoded = codes.view(E5M2).double()
+    values = torch.cat([hard_floats(), midpoints(codes.view(E5M2).float())])
+    magnitude = values.double().abs().nan_to_num(0.0, 57344.0).clamp(max=57344.0)
+    upper = torch.searchsorted(decoded, magnitude).clamp(min=1)
+    up, down = decoded[upper] - magnitude, magnitude - decoded[upper - 1]
+    nearest = torch.where((up < down) | ((up == down) & (upper % 2 == 0)), upper, upper - 1)
+    assert (up == down).sum() >= 2 * 123
+    expected = torch.where(values.isnan(), 0x7F, nearest + 0x80 * values.signbit())
+    encoded = run(_encode_e5m2_kernel, values, torch.uint8, device, NATIVE=native)
+    assert torch.equal(encoded.long(), expected)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_decode_is_exact_on_all_256_codes(device, native, dtype):
     codes = torch.arange(256, dtype=torch.uint8)
@@ -220,3 +251,16 @@ def test_scale_is_the_smallest_power_of_two_that_is_large_enough(device):
     floor = np.float32(1e-4)
     expected = [power_of_two_at_least(max(a / np.float32(448.0), floor)) for a in amax]
     assert scales == expected and scales[:3] == [2.0**-13, 2.0**-13, 1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("divisor", [448.0, 57344.0, 0.0], ids=["448", "57344", "inverse"])
+def test_short_divisions_round_once(divisor):
+    """Every mantissa; exponents at both ends of the range, where the quotient is smaller too."""
+    mantissas = torch.arange(2**23, device="cuda", dtype=torch.int32)
+    for exponent in (-84, 0, 1, 119) if divisor else (-100, 0, 1, 119):
+        x = (mantissas + ((127 + exponent) << 23)).view(FP32)
+        expected = (x.double() / divisor if divisor else 1.0 / x.double()).float()
+        dst = torch.empty_like(x)
+        _quotient_kernel[(2**23 // 1024,)](x, dst, SIZE=1024, DIVISOR=divisor)
+        assert torch.equal(dst, expected)

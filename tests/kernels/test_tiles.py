@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kvkern.kernels import mla_decode, mla_prefill, write_kv
+from kvkern.kernels import matmul_weight_only, mla_decode, mla_prefill, write_kv
 from kvkern.kernels.device import INTERPRETED, Gpu
+from kvkern.kernels.hopper import scaled_mm as hopper_scaled_mm
+from kvkern.kernels.packed_ints import chunk_columns
+from kvkern.kernels.sum_splits import MOST_SPLITS
 from kvkern.layout import FORMAT_NAMES, CacheFormat
 
 GPUS = [INTERPRETED, *(Gpu(capability, 108) for capability in (80, 89, 90, 100, 120))]
@@ -138,3 +141,62 @@ def test_wider_query_latent_is_spread_over_more_warps(q_latent_dim, num_warps):
     tiles = write_kv.choose_tiles(4096, 128, 64, 128, q_latent_dim, Gpu(90, 132))
     assert tiles.num_warps == num_warps
     assert tiles.nope_heads == 8 * num_warps
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.capability}")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weight_only_splits_have_work_and_tiles_hold_the_rows(gpu, bits):
+    for num_rows, num_columns, depth in itertools.product(
+        [1, 8, 9, 16, 17, 63, 64, 65, 128, 129, 5000], [1, 129, 4096], [1, 256, 11008]
+    ):
+        tiles = matmul_weight_only.choose_tiles(num_rows, num_columns, depth, bits, gpu)
+        num_chunks = -(-depth // chunk_columns(bits))
+        per_split = -(-num_chunks // tiles.num_splits)
+        assert 1 <= tiles.num_splits <= MOST_SPLITS
+        assert (tiles.num_splits - 1) * per_split < num_chunks  # the last has some too
+        assert tiles.rows in (8, 16, 32, 64, 128) and tiles.rows < max(2 * num_rows, 9)
+
+
+def test_weight_only_products_of_few_rows_fill_the_card():
+    gpu = Gpu(90, 132)
+    for num_rows, (num_columns, depth), bits in itertools.product(
+        [1, 8, 16], [(4096, 11008), (8192, 8192)], [8, 4]
+    ):
+        tiles = matmul_weight_only.choose_tiles(num_rows, num_columns, depth, bits, gpu)
+        num_programs = num_columns / tiles.columns * tiles.num_splits
+        assert num_programs > 1.5 * gpu.num_sms
+    many = matmul_weight_only.choose_tiles(4096, 8192, 8192, 8, gpu)
+    assert many.num_splits == 1 and many.rows == 128
+
+
+@pytest.mark.parametrize("in_tensor_core", [True, False])
+def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(in_tensor_core):
+    for num_rows, (num_columns, depth), num_matrices in itertools.product(
+        [1, 16, 64, 65, 128, 200, 4096], [(2112, 7168), (24576, 1536), (512, 128), (8, 16)], [1, 16]
+    ):
+        rows, columns, num_splits, stages = hopper_scaled_mm.choose_tiles(
+            num_rows, num_columns, depth, num_matrices,
+            sums_in_tensor_core=in_tensor_core, num_sms=132,
+        )  # fmt: skip
+        assert (rows == 64) == (num_rows <= 64)
+        # a thread has at most 240 registers: a tile's sums, and beside them a product of 64 rows
+        sums = rows * columns / 128 / (1 if rows == 64 else 2)
+        assert sums + (0 if in_tensor_core else 64 * columns / 128) <= 200
+        ring = stages * ((rows + columns) * 128 + 4 * (rows + 64))
+        staged = 2 * 64 * 128 + 4 * 4 * columns
+        assert stages >= 2 and ring + staged < 232_448
+        assert 1 <= num_splits <= -(-depth // 128)
+
+
+def test_hopper_products_fill_the_card():
+    """One that would leave SMs idle is cut along K or has narrow tiles, a large one neither."""
+
+    def tiles(*shape):
+        return hopper_scaled_mm.choose_tiles(*shape, 1, sums_in_tensor_core=True, num_sms=132)
+
+    for num_rows in (1, 16, 64, 128):
+        for num_columns, depth in ((2112, 7168), (24576, 1536), (7168, 16384)):
+            chosen = tiles(num_rows, num_columns, depth)
+            assert num_columns / chosen.columns * chosen.num_splits > 0.45 * 132
+    assert tiles(4096, 7168, 16384)[:3] == (128, 256, 1)
+    assert tiles(4096, 2112, 7168)[:3] == (128, 128, 1)  # else the third round is a third full

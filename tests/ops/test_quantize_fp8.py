@@ -55,9 +55,9 @@ def test_odd_sizes(granularity, shape, device):
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 def test_rows_longer_than_a_tile(granularity, device):
     pytest.importorskip("triton", reason="Triton is not installed")
-    from kvkern.kernels.quantize_fp8 import _LONGEST_ROW
+    from kvkern.kernels.fp8_tiles import LONGEST_ROW
 
-    x = heavy_tailed(3, _LONGEST_ROW + 4097, device=device)
+    x = heavy_tailed(3, LONGEST_ROW + 4097, device=device)
     x[1, -1] = 1e6  # in the last of a row's tiles
     expected = quantize_fp8(x, granularity=granularity, backend="reference")
     assert_same_bytes(quantize_fp8(x, granularity=granularity, backend="triton"), expected)
@@ -220,6 +220,27 @@ def test_graph_replay_reads_new_numbers_without_the_host(granularity):
     graph.replay()
     assert_same_bytes(quantized, quantize_fp8(x, granularity=granularity, backend="reference"))
     assert torch.equal(real, dequantize_fp8(*quantized, backend="reference"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", ["row", "group"])
+def test_rows_past_2_to_the_31_elements(granularity):
+    distance = 2**30 + 128
+    x = torch.empty_strided((3, 256), (distance, 1), dtype=torch.bfloat16, device="cuda")
+    x.copy_(heavy_tailed(3, 256))
+    gamma = torch.ones(256, device="cuda")
+    for run in (
+        quantize_fp8,
+        kvkern.silu_and_mul_quant_fp8,
+        lambda x, **options: kvkern.rms_norm_quant_fp8(x, gamma, **options),
+    ):
+        quantized = run(x, granularity=granularity)
+        assert_same_bytes(quantized, run(x.contiguous(), granularity=granularity))
+    quantized = quantize_fp8(x, granularity=granularity)
+    values = torch.empty_strided((3, 256), (distance, 1), dtype=torch.uint8, device="cuda")
+    values.copy_(quantized.values.view(torch.uint8))
+    real = dequantize_fp8(values.view(E4M3), quantized.scale)
+    assert torch.equal(real, dequantize_fp8(*quantized))
 
 
 X = torch.zeros(4, 256)

@@ -35,6 +35,7 @@ from kvkern.kernels.hopper.compat import (
 )
 from kvkern.kernels.hopper.paging import make_barriers
 from kvkern.kernels.launch import Launch, launch, moved
+from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.scaled_mm import sum_splits
 
 BLOCK_K: gl.constexpr = gl.constexpr(128)
@@ -107,6 +108,7 @@ def _fetch(
     BLOCK_M: gl.constexpr = a.shape[2]
     BLOCK_N: gl.constexpr = b.shape[2]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    BOX_M: gl.constexpr = a_desc.block_type.shape[1]
     COPIES: gl.constexpr = factors_b.shape[1]  # of a scale that all rows share
     tiles_m = gl.cdiv(num_rows, BLOCK_M)
     tiles_n = gl.cdiv(num_columns, BLOCK_N)
@@ -131,7 +133,8 @@ def _fetch(
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, a.index(stage))
+            rows = a.index(stage).slice(0, BOX_M, dim=1)  # those past them are never stored
+            load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, rows)
             load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
             if HAS_GROUPS:
                 copy_values(factors_a.index(stage), of_a)
@@ -251,6 +254,7 @@ def _multiply(
     a,
     b,
     staged,
+    of_columns,
     factors_a,
     factors_b,
     full,
@@ -277,6 +281,7 @@ def _multiply(
     BLOCK_M: gl.constexpr = a.shape[2]
     BLOCK_N: gl.constexpr = b.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     FIRST: gl.constexpr = which * BLOCK_M // 2
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     tiles_m = gl.cdiv(num_rows, BLOCK_M)
@@ -289,6 +294,20 @@ def _multiply(
         matrix, m, n, split, first_step, end_step = _place(
             unit, tiles_m, tiles_n, num_splits, steps, BAND
         )
+        row = m * BLOCK_M + FIRST
+        # what the end of a tile wants is under way while its products are made
+        column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
+        if not HAS_GROUPS:
+            of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
+            scale_a = _load_of_rows(of_a, row, num_rows, stride_scale_a_row, LAYOUT)
+            scale_a_2 = scale_a
+            if HAS_TWO:
+                scale_a_2 = _load_of_rows(of_a, row + _WAVE, num_rows, stride_scale_a_row, LAYOUT)
+            of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
+            scale_b = gl.load(of_b + column.to(gl.int64) * stride_scale_b_column)
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
+
         acc = gl.zeros([_WAVE, BLOCK_N], gl.float32, LAYOUT)
         acc_2 = gl.zeros([_WAVE, BLOCK_N if HAS_TWO else 8], gl.float32, LAYOUT)
         num_steps = end_step - first_step
@@ -301,80 +320,79 @@ def _multiply(
             acc, acc_2, stage, phase = _sum_in_tensor_core(
                 acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST
             )
-        of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
-        of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
-        of_bias = bias_ptr
+
+        if not HAS_GROUPS:
+            of_columns.index(2 * which).store(scale_b)
+            acc *= gl.expand_dims(scale_a, 1)
+            if HAS_TWO:
+                acc_2 *= gl.expand_dims(scale_a_2, 1)
         if bias_ptr is not None:
-            of_bias += matrix.to(gl.int64) * stride_bias
-        row = m * BLOCK_M + FIRST
+            of_columns.index(2 * which + 1).store(bias)
         into = split * num_matrices + matrix
+        HAS_BIAS: gl.constexpr = bias_ptr is not None
         _store(
-            acc, staged, out_desc, of_a, of_b, of_bias, into, row, n * BLOCK_N, num_rows,
-            num_columns, stride_scale_a_row, stride_scale_b_column, HAS_GROUPS,
+            acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, HAS_GROUPS,
+            HAS_BIAS,
         )  # fmt: skip
         if HAS_TWO:
             _store(
-                acc_2, staged, out_desc, of_a, of_b, of_bias, into, row + _WAVE, n * BLOCK_N,
-                num_rows, num_columns, stride_scale_a_row, stride_scale_b_column, HAS_GROUPS,
+                acc_2, staged, of_columns, out_desc, into, row + _WAVE, n * BLOCK_N, which, 0,
+                HAS_GROUPS, HAS_BIAS,
             )  # fmt: skip
     tma.store_wait(0)
+
+
+@gluon.jit
+def _load_of_rows(of_a, row, num_rows, stride, LAYOUT: gl.constexpr):
+    rows = gl.minimum(row + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, LAYOUT)), num_rows - 1)
+    return gl.load(of_a + rows.to(gl.int64) * stride)
 
 
 @gluon.jit
 def _store(
     acc,
     staged,
+    of_columns,  # scales and bias, of each warpgroup
     out_desc,
-    of_a,
-    of_b,
-    of_bias,
     into,
     row,
     column,
-    num_rows,
-    num_columns,
-    stride_scale_a_row,
-    stride_scale_b_column,
+    WHICH: gl.constexpr,
+    OFFSET: gl.constexpr,  # of the first column in the tile
     HAS_GROUPS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ):
-    """Scale, add the bias, round and store, by as many columns as a box has."""
+    """Scale columns, add the bias, round and store, by as many columns as a box has."""
     COLUMNS: gl.constexpr = acc.shape[1]
-    LAYOUT: gl.constexpr = acc.type.layout
+    OF_COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     if COLUMNS > staged.shape[2]:
         left, right = acc.reshape([_WAVE, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
         _store(
-            left, staged, out_desc, of_a, of_b, of_bias, into, row, column, num_rows, num_columns,
-            stride_scale_a_row, stride_scale_b_column, HAS_GROUPS,
+            left, staged, of_columns, out_desc, into, row, column, WHICH, OFFSET, HAS_GROUPS,
+            HAS_BIAS,
         )  # fmt: skip
         _store(
-            right, staged, out_desc, of_a, of_b, of_bias, into, row, column + COLUMNS // 2,
-            num_rows, num_columns, stride_scale_a_row, stride_scale_b_column, HAS_GROUPS,
+            right, staged, of_columns, out_desc, into, row, column, WHICH, OFFSET + COLUMNS // 2,
+            HAS_GROUPS, HAS_BIAS,
         )  # fmt: skip
     else:
-        offs_m = row + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, LAYOUT))
-        offs_n = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-        offs_m = gl.minimum(offs_m, num_rows - 1).to(gl.int64)  # what is past them is not stored
-        offs_n = gl.minimum(offs_n, num_columns - 1).to(gl.int64)
         if not HAS_GROUPS:
-            acc *= gl.expand_dims(gl.load(of_a + offs_m * stride_scale_a_row), 1)
-            acc *= gl.expand_dims(gl.load(of_b + offs_n * stride_scale_b_column), 0)
-        if of_bias is not None:
-            acc += gl.expand_dims(gl.load(of_bias + offs_n).to(gl.float32), 0)
+            scale = of_columns.index(2 * WHICH).slice(OFFSET, COLUMNS).load(OF_COLUMN)
+            acc *= gl.expand_dims(scale, 0)
+        if HAS_BIAS:
+            bias = of_columns.index(2 * WHICH + 1).slice(OFFSET, COLUMNS).load(OF_COLUMN)
+            acc += gl.expand_dims(bias, 0)
         tma.store_wait(0)  # what was staged before has been read
-        tile = view_tile(
-            staged,
-            staged.dtype,
-            [_WAVE, COLUMNS],
-            gl.NVMMASharedLayout(128, staged.dtype.primitive_bitwidth, 2),
-        )
-        tile.store(acc.to(staged.dtype))
+        SWIZZLE: gl.constexpr = out_desc.layout.swizzle_byte_width
+        FLAT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, staged.dtype.primitive_bitwidth, 2)
+        view_tile(staged, staged.dtype, [_WAVE, COLUMNS], FLAT).store(acc.to(staged.dtype))
         fence_async_shared()
-        store_tile(out_desc, [into, row, column], staged)
+        store_tile(out_desc, [into, row, column + OFFSET], staged)
 
 
 @gluon.jit(do_not_specialize=_OF_A_STEP)
 def _scaled_mm_kernel(
-    a_desc,  # fp8 [G, M, K] in boxes [1, BLOCK_M, 128]
+    a_desc,  # fp8 [G, M, K] in boxes [1, BLOCK_M, 128], of fewer rows where there are few
     b_desc,  # fp8 [G, N, K] in boxes [1, BLOCK_N, 128]
     scale_a_ptr,  # fp32 [G, cells of M, cells of K]
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
@@ -392,51 +410,79 @@ def _scaled_mm_kernel(
     stride_scale_b_group,
     stride_scale_b_column,
     stride_bias,
+    BLOCK_M: gl.constexpr,  # 64, or 128 or 256 for two warpgroups
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
     IS_EXACT: gl.constexpr,
 ):
-    BLOCK_M: gl.constexpr = a_desc.block_type.shape[1]
     NUM_FACTORS: gl.constexpr = STAGES if HAS_GROUPS else 1
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, BLOCK_M, BLOCK_K], a_desc.layout)
     b = gl.allocate_shared_memory(
         b_desc.dtype, [STAGES, 1, b_desc.block_type.shape[1], BLOCK_K], b_desc.layout
     )
+    BLOCK_N: gl.constexpr = b_desc.block_type.shape[1]
+    GROUPS: gl.constexpr = 1 if BLOCK_M == _WAVE else 2  # of warps that multiply
     staged = gl.allocate_shared_memory(
-        out_desc.dtype, [2, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
+        out_desc.dtype, [GROUPS, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
     )
+    of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BLOCK_N], FLAT)
     factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
     factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, _WAVE], FLAT)
     full = make_barriers(STAGES, 33 if HAS_GROUPS else 1)  # lanes of the warp, and the TMA
-    empty = make_barriers(STAGES, 2)
+    empty = make_barriers(STAGES, GROUPS)
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                0, a, b, staged.index(0), factors_a, factors_b, full, empty, out_desc,
-                scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns, depth, num_matrices,
-                num_splits, stride_scale_a_matrix, stride_scale_a_row, stride_scale_b_matrix,
-                stride_scale_b_column, stride_bias, BAND, HAS_GROUPS, IS_EXACT,
-            )),
-            (_multiply, (
-                1, a, b, staged.index(1), factors_a, factors_b, full, empty, out_desc,
-                scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns, depth, num_matrices,
-                num_splits, stride_scale_a_matrix, stride_scale_a_row, stride_scale_b_matrix,
-                stride_scale_b_column, stride_bias, BAND, HAS_GROUPS, IS_EXACT,
-            )),
-            (_fetch, (
-                a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr, scale_b_ptr,
-                num_rows, num_columns, depth, num_matrices, num_splits, stride_scale_a_matrix,
-                stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
-                stride_scale_b_group, stride_scale_b_column, BAND, HAS_GROUPS,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, a, b, staged.index(0), of_columns, factors_a, factors_b, full,
+                    empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
+                    depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
+                    stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
+                    IS_EXACT,
+                )),
+                (_multiply, (
+                    1, a, b, staged.index(1), of_columns, factors_a, factors_b, full,
+                    empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
+                    depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
+                    stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
+                    IS_EXACT,
+                )),
+                (_fetch, (
+                    a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr,
+                    scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
+                    stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
+                    stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
+                    HAS_GROUPS,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, a, b, staged.index(0), of_columns, factors_a, factors_b, full,
+                    empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
+                    depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
+                    stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
+                    IS_EXACT,
+                )),
+                (_fetch, (
+                    a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr,
+                    scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
+                    stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
+                    stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
+                    HAS_GROUPS,
+                )),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
 
 
 class Tiles(NamedTuple):
@@ -458,30 +504,40 @@ def choose_tiles(
     num_sms: int,
     can_split: bool = True,
 ) -> Tiles:
-    """The tile for which the last round of programs wastes least; K in parts where SMs are idle.
+    """What takes the busiest SM the least time.
 
-    A thread holds a wide tile's sums, and the product of a step beside them unless the tensor core
-    sums: so it is 256 x 128 or 128 x 256. A narrow one fetches half as much again for each product.
+    A thread holds a large tile's sums, and the product of a step beside them unless the tensor core
+    sums: so it is 256 x 128 or 128 x 256.
     """
-    large = (128, 256) if sums_in_tensor_core else (256, 128)
-    steps = triton.cdiv(depth, 128)
+    steps = -(-depth // 128)
 
-    def count(rows: int, columns: int) -> int:
-        return num_matrices * -(-num_rows // rows) * -(-num_columns // columns)
+    def ns(tile: Tiles) -> float:
+        """Of the memory; or the busiest SM: what it fetches, multiplies, or waits for in a step."""
+        rows, columns, num_splits, _ = tile
+        count = num_matrices * -(-num_rows // rows) * -(-num_columns // columns)
+        rounds = -(-count * num_splits // num_sms)
+        fetched = 1.2 * (min(num_rows, rows) + columns)
+        multiplied = 0.0195 * rows * columns * (1.15 if max(rows, columns) <= 128 else 1)
+        waited = 80 + 1.2 * columns
+        of_sum = 0.0
+        if num_splits > 1:  # a launch, and parts that are written and read
+            of_sum = 5000 + num_splits * num_matrices * num_rows * num_columns * 8 / 4000
+        of_steps = rounds * -(-steps // num_splits) * max(fetched, multiplied, waited)
+        return max(of_steps, num_matrices * depth * (num_rows + num_columns) / 4000) + of_sum
 
-    def rounds(rows: int, columns: int) -> int:
-        return -(-count(rows, columns) // num_sms)
+    if num_rows <= 64:
+        shapes = [(64, columns) for columns in (128, 64, 32)]
+    else:
+        shapes = [(128, columns) for columns in (128, 64, 32)]
+        shapes.insert(0, (128, 256) if sums_in_tensor_core else (256, 128))
+    splits = (1, 2, 4, 8) if can_split else (1,)
+    tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
+    best = min(tiles, key=ns)
+    stage_bytes = (best.rows + best.columns) * 128 + 4 * (best.rows + 64)
+    return best._replace(stages=min((_SHARED_BYTES - 21 * 1024) // stage_bytes, 8))
 
-    rows, columns = large
-    if num_rows <= 128 or 2 * rounds(*large) > 1.15 * rounds(128, 128):
-        rows, columns = (128, 128)
-    if num_rows <= 128 and count(128, 128) < num_sms:
-        rows, columns = (128, 64)
-    num_splits = 1
-    if can_split:
-        num_splits = max(1, min(num_sms // count(rows, columns), steps // 4, 8))
-    stage_bytes = (rows + columns) * 128 + 4 * (rows + 64)
-    return Tiles(rows, columns, num_splits, min((232448 - 17 * 1024) // stage_bytes, 8))
+
+_SHARED_BYTES = 232_448
 
 
 def scaled_mm(
@@ -604,12 +660,14 @@ def _call(
         return {f"stride_{name}_{dim}": 0 if size == 1 else step for dim, size, step in pairs}
 
     arguments = {
-        "a_desc": matrix_descriptor(a, (tiles.rows, 128)),
+        "a_desc": matrix_descriptor(a, (min(tiles.rows, power_of_two(max(num_rows, 8))), 128)),
         "b_desc": matrix_descriptor(b.mT, (tiles.columns, 128)),
         "scale_a_ptr": scale_a,
         "scale_b_ptr": scale_b,
         "bias_ptr": bias,
-        "out_desc": matrix_descriptor(out.flatten(0, -3), (64, 128 // out.element_size())),
+        "out_desc": matrix_descriptor(
+            out.flatten(0, -3), (64, min(128 // out.element_size(), tiles.columns))
+        ),
         "num_rows": num_rows,
         "num_columns": num_columns,
         "depth": depth,
@@ -618,6 +676,7 @@ def _call(
         **strides("scale_a", scale_a, "matrix", "row", "group"),
         **strides("scale_b", scale_b, "matrix", "group", "column"),
         "stride_bias": 0 if bias is None else bias.stride(0),
+        "BLOCK_M": tiles.rows,
         "STAGES": tiles.stages,
         "BAND": 2048 // tiles.rows,
         "HAS_GROUPS": cell_a[1] > 0,
