@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import matmul
+from benchmarks import absorb, matmul
 from benchmarks.cases import DecodeStep, Implementation, PrefillStep, Step, WriteStep
 from benchmarks.linear import LinearStep, cublas
 from kvkern import explain
@@ -33,7 +33,9 @@ _ERRORS = (  # what importing, compiling and calling somebody else's code raises
 )
 
 
-def peers_of(step: Step | matmul.MatmulStep | LinearStep) -> Iterator[Implementation | str]:
+def peers_of(
+    step: Step | matmul.MatmulStep | absorb.AbsorbStep | LinearStep,
+) -> Iterator[Implementation | str]:
     """Each peer that takes the case, called once; or a line that says why it isn't here."""
     for make in _PEERS[step.case.op]:
         try:
@@ -409,6 +411,7 @@ _PEERS: dict[str, tuple[Callable[..., Implementation | None], ...]] = {
     ),
     "mla_prefill": (fa3_prefill, cudnn_prefill),
     "scaled_mm": matmul.PEERS,
+    "mla_absorb": absorb.PEERS,
     "matmul_w8a16": (cublas,),
     "matmul_w4a16": (cublas,),
     "matmul_w8a8": (cublas,),

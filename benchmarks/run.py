@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 import torch
 
+from benchmarks.absorb import ABSORB_CASES, AbsorbCase, AbsorbStep
 from benchmarks.cases import CASES, Case, Implementation, Step, make_step
 from benchmarks.linear import LINEAR_CASES, LinearCase, LinearStep
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
@@ -35,12 +36,13 @@ from kvkern.testing.timing import (
     time_interleaved_us,
 )
 
-AnyCase = Case | QuantizeCase | MatmulCase | LinearCase
+AnyCase = Case | QuantizeCase | MatmulCase | LinearCase | AbsorbCase
 ALL_CASES: tuple[AnyCase, ...] = (
     *CASES,
     *QUANTIZE_CASES,
     *MATMUL_CASES,
     *LINEAR_CASES,
+    *ABSORB_CASES,
 )
 
 
@@ -114,10 +116,12 @@ def measure(
 
 
 def _step_of(
-    case: Case | MatmulCase | LinearCase, device: torch.device
-) -> Step | MatmulStep | LinearStep:
+    case: Case | MatmulCase | LinearCase | AbsorbCase, device: torch.device
+) -> Step | MatmulStep | LinearStep | AbsorbStep:
     if isinstance(case, MatmulCase):
         return MatmulStep(case, device)
+    if isinstance(case, AbsorbCase):
+        return AbsorbStep(case, device)
     return LinearStep(case, device) if isinstance(case, LinearCase) else make_step(case, device)
 
 

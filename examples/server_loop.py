@@ -79,11 +79,10 @@ class Model:
         decode, prefill = batch.split_decode()
         n = decode.num_tokens
         if n:  # absorbed: the query goes into the latent space, and the output comes back from it
-            q_latent = torch.einsum("thn,hnl->thl", q_nope[:n], w_uk)
-            absorbed = torch.cat([q_latent, q_rope[:n]], dim=-1)
+            absorbed = torch.cat([kvkern.mla_absorb(q_nope[:n], w_uk), q_rope[:n]], dim=-1)
             view = cache.view(layer, decode)
             latent, _ = kvkern.mla_decode(absorbed, view, softmax_scale=SCALE)
-            out[:n] = torch.einsum("thl,hlv->thv", latent, w_uv)
+            kvkern.mla_absorb(latent, w_uv, out=out[:n])
         if n < len(x):  # new rows are expanded here; the op expands those it finds in the cache
             latent, k_rope = kv[n:].split([LATENT, ROPE], dim=-1)
             k_nope = torch.einsum("tl,hnl->htn", latent, w_uk).transpose(0, 1)

@@ -17,13 +17,8 @@ from kvkern.errors import (
     UnsupportedError,
 )
 from kvkern.layout import CacheFormat
-from kvkern.ops.attention import (
-    AttentionOutput,
-    absorb_weights,
-    merge_states,
-    mla_decode,
-    mla_prefill,
-)
+from kvkern.ops.absorb import absorb_weights, mla_absorb
+from kvkern.ops.attention import AttentionOutput, merge_states, mla_decode, mla_prefill
 from kvkern.ops.matmul import fp8_gemm, scaled_mm
 from kvkern.ops.pages import PageCopy, copy_pages, gather_kv
 from kvkern.ops.quantize import (
@@ -83,6 +78,7 @@ __all__ = [
     "matmul_w8a8",
     "matmul_w8a16",
     "merge_states",
+    "mla_absorb",
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",

@@ -12,6 +12,7 @@ import torch
 
 import kvkern
 from benchmarks import cases, linear, peers, plot, run
+from benchmarks.absorb import ABSORB_CASES, AbsorbCase, AbsorbStep
 from benchmarks.cases import CASES, Case, Model, log_normal_lens, make_step
 from benchmarks.linear import LINEAR_CASES, Layer, LinearCase
 from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
@@ -183,7 +184,7 @@ def test_every_case_has_a_format_and_a_name_of_its_own():
         assert case.cache_format.row_bytes > 0 and case.num_bytes > 0
         assert case.seq_lens.shape == (case.num_requests,) and case.num_requests >= 1
         assert case.seq_lens.min() >= case.query_len
-    with_peers = (*CASES, *MATMUL_CASES, *LINEAR_CASES)
+    with_peers = (*CASES, *MATMUL_CASES, *LINEAR_CASES, *ABSORB_CASES)
     assert len({case.name for case in with_peers}) == len(with_peers)
     assert {case.op for case in with_peers} == set(peers._PEERS)
 
@@ -243,6 +244,40 @@ def test_bias_of_sums_that_are_cut_off_is_told():
     right = step.kvkern().call()
     assert abs(step.bias_of(right)) < 1e-3
     assert step.bias_of(right * 0.98) == pytest.approx(-0.02, abs=2e-3)
+
+
+def test_work_of_absorbing_is_counted_by_hand():
+    model = Model("deepseek_v3_tp8", 16)
+    query, output = (AbsorbCase(model, side, 3) for side in ("query", "output"))
+    assert query.num_bytes == output.num_bytes == 16 * 2 * (128 * 512 + 3 * (128 + 512))
+    assert query.num_flops == 2 * 16 * 3 * 128 * 512
+    fp8 = AbsorbCase(model, "output", 3, "fp8")
+    assert fp8.num_bytes == 16 * (128 * 512 + 4 * 4 + 2 * 3 * (128 + 512))
+    assert fp8.name == "mla_absorb-deepseek_v3_tp8-output-fp8-T3"
+    assert len({case.name for case in ABSORB_CASES}) == len(ABSORB_CASES)
+
+
+@pytest.mark.parametrize("side", ["query", "output"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_absorbing_is_checked_and_stands_beside_torchs(side, weights):
+    case = AbsorbCase(Model("tiny", 2, kv_lora_rank=256, rope_dim=32), side, 5, weights)
+    (row, *others) = run.measure(case, MACHINE, fake_clock, device="cpu", with_peers=True)
+    assert row["error"] is None and row["us"] == 10.0 and row["checked"]
+    assert [other["implementation"] for other in others] == ["torch_bmm", "torch_einsum"][
+        : 2 if weights == "bf16" else 1
+    ]
+    assert all(other["error"] is None for other in others)
+    step = AbsorbStep(case, "cpu")
+    right = step.kvkern().call().clone()
+    (peer, *_) = peers.peers_of(step)
+    torch.testing.assert_close(peer.call(), right, rtol=0.02, atol=0.5)
+    right[4, 1, -1] += 9
+    with pytest.raises(AssertionError, match="budget"):
+        step.check(right)
+    if side == "query":
+        step.packed[0, 0, -1] = 1
+        with pytest.raises(AssertionError, match="rope columns"):
+            step.check(step.out)
 
 
 RIGHT = {"write_kv": write_kv, "mla_decode": mla_decode, "mla_prefill": mla_prefill}

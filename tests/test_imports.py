@@ -41,6 +41,7 @@ OPS = [
     "matmul_w8a16",
     "matmul_w8a8",
     "merge_states",
+    "mla_absorb",
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",

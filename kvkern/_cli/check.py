@@ -34,7 +34,7 @@ _INT_MATMULS = ("matmul_w8a16", "matmul_w4a16", "matmul_w8a8")
 _IS_EXACT = (*_MOVES_DATA, "write_kv", "quantize_fp8", "dequantize_fp8", *_INT_QUANTISERS)
 _FUSED_WITH_FP8 = ("rms_norm_quant_fp8", "silu_and_mul_quant_fp8")
 _WITHOUT_CACHE = (
-    "merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm", *_FUSED_WITH_FP8,
+    "merge_states", "quantize_fp8", "dequantize_fp8", "scaled_mm", "mla_absorb", *_FUSED_WITH_FP8,
     *_INT_QUANTISERS, *_INT_MATMULS,
 )  # fmt: skip
 _CELLS: dict[Granularity, tuple[int, int]] = {
@@ -252,6 +252,23 @@ def _mla_prefill(case: _Case, backend: str) -> Tensor:
 def _scores_and_values(case: _Case) -> tuple[Tensor, Tensor]:
     """Of 5 queries and 3 heads, on 12 keys."""
     return case.randn(9, 12, 5, 3), case.randn(10, 12, 5, 3, _VALUE)
+
+
+def _mla_absorb(case: _Case, backend: str) -> Tensor:
+    """Weights of x's dtype, then in e4m3 with each kind of scale."""
+    x, weight = _absorbed(case)
+    products = [kvkern.mla_absorb(x, weight.to(x.dtype), backend=backend)]
+    for name in _CELLS:
+        values, scale = kvkern.quantize_fp8(weight.mT, granularity=name, backend="reference")
+        scale = scale if name == "tensor" else scale.mT
+        products.append(kvkern.mla_absorb(x, values.mT, scale=scale, backend=backend))
+    return _flat(*products)
+
+
+def _absorbed(case: _Case) -> tuple[Tensor, Tensor]:
+    """7 tokens of 3 heads, and the weights 3 x 200 x 128."""
+    x, weight = case.randn(15, 7, _HEADS, 200), case.randn(16, _HEADS, 128, 200).bfloat16()
+    return x, weight.mT
 
 
 def _merge_states(case: _Case, backend: str) -> Tensor:
@@ -533,6 +550,25 @@ def _products_of_real_numbers(case: _Case) -> Tensor:
     return _flat(*products)
 
 
+def _absorbed_head_by_head(case: _Case) -> Tensor:
+    """Dequantised first, by cells."""
+    x, weight = _absorbed(case)
+    products = [_by_heads(x, weight.to(x.dtype))]
+    for name, cell in _CELLS.items():
+        values, scale = kvkern.quantize_fp8(weight.mT, granularity=name, backend="reference")
+        real = values.double()
+        scales = scale.expand(_HEADS) if name == "tensor" else scale.flatten()
+        parts = [part for head in real for part in _parts(head, cell)]
+        for part, of_cell in zip(parts, scales, strict=True):
+            part *= of_cell
+        products.append(_by_heads(x, real.mT))
+    return _flat(*products)
+
+
+def _by_heads(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.stack([x[:, head] @ weight[head] for head in range(_HEADS)], dim=1)
+
+
 def _normed(case: _Case) -> list[Tensor]:
     """The sums, the norm as a length, and that of what is left when x has been added again."""
     x, gamma, sums = _numbers_to_norm(case)
@@ -609,6 +645,7 @@ _OPS: dict[str, Callable[[_Case, str], Tensor]] = {
     "write_kv": _write_kv,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
+    "mla_absorb": _mla_absorb,
     "merge_states": _merge_states,
     "gather_kv": _gather_kv,
     "copy_pages": _copy_pages,
@@ -629,6 +666,7 @@ _SECOND_FORMULATIONS: dict[str, Callable[[_Case], Tensor]] = {
     "write_kv": _plain_write_kv,
     "mla_decode": _plain_mla_decode,
     "mla_prefill": _absorbed_mla_prefill,
+    "mla_absorb": _absorbed_head_by_head,
     "merge_states": _whole_softmax,
     "gather_kv": _padded_rows,
     "copy_pages": _copied_pages,

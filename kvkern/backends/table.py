@@ -276,6 +276,7 @@ TABLE: dict[str, tuple[Backend, ...]] = {
         Backend("flashinfer", "kvkern.backends.flashinfer:mla_decode", _flashinfer_refuses, ()),
     ),
     "mla_prefill": _row("mla_prefill", "mla_prefill"),
+    "mla_absorb": _row("mla_absorb", "mla_absorb"),
     "merge_states": _row("merge_states", "merge_states"),
     "gather_kv": _row("gather_kv", "gather_kv"),
     "copy_pages": _row("copy_pages", "copy_pages"),

@@ -19,7 +19,8 @@ from kvkern.cache.batch import PagedBatch
 from kvkern.cache.storage import PagedKVCache
 from kvkern.errors import ArgumentError, DeviceError, ShapeMismatchError, UnsupportedError
 from kvkern.layout import CacheFormat, FormatName
-from kvkern.ops.attention import absorb_weights, mla_decode, mla_prefill
+from kvkern.ops.absorb import absorb_weights, mla_absorb
+from kvkern.ops.attention import mla_decode, mla_prefill
 from kvkern.ops.write_kv import write_kv
 
 RopeStyle: TypeAlias = Literal["interleaved", "half"]
@@ -321,15 +322,15 @@ class _PagedAttention:
 
     def _decode(self, q_nope: Tensor, q_absorbed: Tensor, step: _Step, values: Tensor) -> None:
         """Fill ``values`` ``[T, H, v]``; ``q_absorbed`` has its rope columns."""
-        absorbed = q_absorbed[..., : self._latent].transpose(0, 1)
-        torch.bmm(q_nope.transpose(0, 1), self._w_uk, out=absorbed)
+        absorbed = q_absorbed[..., : self._latent]
+        mla_absorb(q_nope, self._w_uk, out=absorbed, backend=self._backend)
         attended = mla_decode(
             q_absorbed,
             step.cache.view(self._layer, step.decode),
             softmax_scale=self._softmax_scale,
             backend=self._backend,
         )
-        torch.bmm(attended.out.transpose(0, 1), self._w_uv, out=values.transpose(0, 1))
+        mla_absorb(attended.out, self._w_uv, out=values, backend=self._backend)
 
     def _prefill(self, q: Tensor, kv: Tensor, step: _Step, values: Tensor) -> None:
         """Fill ``values`` ``[T, H, v]``; ``kv`` ``[T, L+R]`` is normed and rotated, as is ``q``."""

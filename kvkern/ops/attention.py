@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkern.backends import DecodeCall, choose, takes_e4m3_queries
 from kvkern.cache.storage import CacheView
-from kvkern.errors import ArgumentError, ShapeMismatchError
+from kvkern.errors import ArgumentError
 from kvkern.ops._known import KnownCalls, kind_of
 from kvkern.ops._sizes import FLOATS64, Sizes
 
@@ -274,35 +274,6 @@ def merge_states(
     lse = lses.new_empty(lses.shape[1:])
     choose("merge_states", backend, outs.device, outs.dtype)(outs, lses, out, lse)
     return AttentionOutput(out, lse)
-
-
-def absorb_weights(
-    kv_b_weight: Tensor, *, num_heads: int, nope_dim: int, v_dim: int
-) -> tuple[Tensor, Tensor]:
-    """Split ``kv_b_proj``'s weight into the two factors that the absorbed form multiplies by.
-
-    ``q_nope @ w_uk`` is the absorbed query, ``out @ w_uv`` the head's output.
-
-    Args:
-        kv_b_weight: ``[H * (nope_dim + v_dim), L]``, any dtype and device.
-        num_heads, nope_dim, v_dim: H and the head dims.
-
-    Returns:
-        ``w_uk`` ``[H, nope_dim, L]`` and ``w_uv`` ``[H, L, v_dim]``: views, nothing is copied.
-
-    Raises:
-        ShapeMismatchError: the weight has other dims.
-
-    Source: arXiv:2405.04434, section 2.1.2 and appendix C.
-    """
-    rows = num_heads * (nope_dim + v_dim)
-    if kv_b_weight.ndim != 2 or kv_b_weight.shape[0] != rows:
-        raise ShapeMismatchError(
-            f"kv_b_weight: want [H*(nope+v)={rows}, L=any], got {list(kv_b_weight.shape)}"
-        )
-    heads = kv_b_weight.unflatten(0, (num_heads, nope_dim + v_dim))
-    w_uk, w_uv = heads.split([nope_dim, v_dim], dim=1)
-    return w_uk, w_uv.mT
 
 
 def _check_scale(softmax_scale: float) -> None:

@@ -210,18 +210,7 @@ def _scales(
         {(0, 0): (1, 1), (1, 0): (num_rows, 1), (1, _CELL): (num_rows, groups)},
         a.device,
     )
-    of_b, cell_b = _read_scale(
-        "scale_b",
-        scale_b,
-        b.shape[:-2],
-        {
-            (0, 0): (1, 1),
-            (0, 1): (1, num_columns),
-            (_CELL, _CELL): (groups, blocks),
-            (_CELL, 1): (groups, num_columns),
-        },
-        a.device,
-    )
+    of_b, cell_b = read_weight_scale("scale_b", scale_b, b)
     if cell_a[1] < cell_b[0]:
         of_a, cell_a = of_a.expand(-1, num_rows, groups), (1, _CELL)
     elif cell_b == (0, 0) and cell_a[1]:
@@ -229,6 +218,19 @@ def _scales(
     elif cell_b == (0, 1) and cell_a[1]:
         of_b, cell_b = of_b.expand(-1, groups, num_columns), (_CELL, 1)
     return of_a, cell_a, of_b, cell_b
+
+
+def read_weight_scale(name: str, scale: Tensor, weight: Tensor) -> tuple[Tensor, Cell]:
+    """Of ``[K, N]`` or ``[G, K, N]``: ``[G, cells, cells]``, a view, and its cell of K and N."""
+    depth, num_columns = weight.shape[-2:]
+    groups, blocks = -(-depth // _CELL), -(-num_columns // _CELL)
+    readings = {
+        (0, 0): (1, 1),
+        (0, 1): (1, num_columns),
+        (_CELL, _CELL): (groups, blocks),
+        (_CELL, 1): (groups, num_columns),
+    }
+    return _read_scale(name, scale, weight.shape[:-2], readings, weight.device)
 
 
 def _read_scale(

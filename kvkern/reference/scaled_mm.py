@@ -20,7 +20,7 @@ def scaled_mm(
 ) -> None:
     """The specification; ``kvkern.scaled_mm`` states the contract."""
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-    a = a.to(dtype) * _spread(scale_a, cell_a, a)
+    a = a.to(dtype) * spread(scale_a, cell_a, a)
     if row_offsets is None:
         experts = [(index, slice(None)) for index in range(len(a))]
     else:
@@ -28,14 +28,14 @@ def scaled_mm(
         experts = [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]
         out.zero_()
     for expert, (index, rows) in enumerate(experts):
-        weight = b[expert].to(dtype) * _spread(scale_b[expert], cell_b, b[expert])
+        weight = b[expert].to(dtype) * spread(scale_b[expert], cell_b, b[expert])
         product = a[index, rows] @ weight
         if bias is not None:
             product += bias[expert].to(dtype)
         out[index, rows] = product.to(out.dtype)
 
 
-def _spread(scale: Tensor, cell: tuple[int, int], x: Tensor) -> Tensor:
+def spread(scale: Tensor, cell: tuple[int, int], x: Tensor) -> Tensor:
     """A scale for each element, or one for all of a dim."""
     for dim, size in zip((-2, -1), cell, strict=True):
         if size > 1:

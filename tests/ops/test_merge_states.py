@@ -131,18 +131,3 @@ def test_given_out_is_filled(backend, device):
 def test_refused_argument_is_named_with_wanted_and_got(spoil, error, message, device):
     with pytest.raises(error, match=message):
         merge_states(*spoil(*make_splits(2, 128, torch.bfloat16, device)))
-
-
-def test_absorbed_weights_are_views_that_factor_the_projection():
-    weight = torch.randn(3 * (5 + 4), 7)
-    w_uk, w_uv = kvkern.absorb_weights(weight, num_heads=3, nope_dim=5, v_dim=4)
-    latent = torch.randn(7)
-    heads = (weight @ latent).view(3, 9)
-    torch.testing.assert_close(torch.einsum("hnl,l->hn", w_uk, latent), heads[:, :5])
-    torch.testing.assert_close(torch.einsum("hlv,l->hv", w_uv, latent), heads[:, 5:])
-    assert w_uk.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-    assert w_uv.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-    with pytest.raises(
-        kvkern.ShapeMismatchError, match=r"kv_b_weight: want \[H\*\(nope\+v\)=30, L=any\]"
-    ):
-        kvkern.absorb_weights(weight, num_heads=3, nope_dim=5, v_dim=5)
