@@ -1,4 +1,4 @@
-"""``python -m kvkern info | check | generate | quality``: a module of ``kvkern._cli`` each."""
+"""``python -m kvkern info | check | generate | quality | tune``: a module of ``_cli`` each."""
 
 import argparse
 import importlib
@@ -76,6 +76,13 @@ def _parser() -> argparse.ArgumentParser:
             help="generate text for several prompts at once from a paged latent cache",
         )
     )
+    _add_tune_arguments(
+        commands.add_parser(
+            "tune",
+            parents=[device],
+            help="time every backend of scaled_mm on this card, checked; write which is fastest",
+        )
+    )
     _add_quality_arguments(
         commands.add_parser(
             "quality",
@@ -125,6 +132,30 @@ def _add_quality_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the scales found on the prompts, for the one format in --formats that has them",
     )
     add("--out", type=_new_file, metavar="FILE", help="write every figure as JSON")
+
+
+def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--out",
+        type=_new_file,
+        required=True,
+        metavar="FILE",
+        help='the table, as JSON; "auto" reads it where the variable KVKERN_TUNED names it',
+    )
+    add(
+        "--layers",
+        nargs="+",
+        type=_layer,
+        metavar="NxK",
+        help="out_features x in_features (default: those of DeepSeek V3)",
+    )
+    add("--rows", nargs="+", type=_count, metavar="M", help="default: 1 to 4096")
+
+
+def _layer(text: str) -> tuple[int, int]:
+    columns, _, depth = text.partition("x")
+    return _count(columns), _count(depth)
 
 
 def _count(text: str) -> int:

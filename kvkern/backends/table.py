@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvkern.backends.tuned import fastest
 from kvkern.errors import ArgumentError, UnsupportedError
 from kvkern.layout import CacheFormat
 
@@ -336,6 +337,22 @@ def explain(
         if reason is None and device.type not in backend.auto_on:
             reason = f"runs on {device.type} only when named"
         rows.append((backend.name, reason))
+    return _by_time(op, device, dtype, call, rows)
+
+
+def _by_time(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    call: DecodeCall | MatmulCall | None,
+    rows: list[tuple[str, str | None]],
+) -> list[tuple[str, str | None]]:
+    """The same rows; where the fastest backend is known, and takes the call, with no other."""
+    name = fastest(op, device, call)
+    for backend in _backends(op):
+        if backend.name == name and _reason(backend, device, dtype, call) is None:
+            slower = f"{name} was measured to be faster for this on this card (kvkern tune)"
+            return [(n, None if n == name else reason or slower) for n, reason in rows]
     return rows
 
 

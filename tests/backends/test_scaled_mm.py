@@ -86,7 +86,7 @@ def test_deepgemm_is_given_the_weight_and_its_scales_not_transposed(monkeypatch)
 
 TAKEN = MatmulCall(
     a_dtype=E4M3, b_dtype=E4M3, out_dtype=BF16, num_matrices=1, is_grouped=False, num_rows=5,
-    num_columns=192, depth=256, cell_a=(1, 128), cell_b=(128, 128), a_is_aligned=True,
+    num_columns=256, depth=512, cell_a=(1, 128), cell_b=(128, 128), a_is_aligned=True,
     b_is_aligned=True, out_is_aligned=True, bias_dtype=None, is_exact=True,
 )  # fmt: skip
 REFUSED = [
@@ -96,8 +96,10 @@ REFUSED = [
     ("torch", {"a_is_aligned": False}, "takes a of contiguous rows"),
     ("torch", {"b_is_aligned": False}, r"b of contiguous columns \(weight.t\(\)\)"),
     ("torch", {"a_dtype": E5M2, "b_dtype": E5M2}, "takes e5m2 on one side"),
-    ("torch", {"num_columns": 200}, "multiples of 16, got 200 and 256"),
+    ("torch", {"num_columns": 200}, "multiples of 16, got 200 and 512"),
     ("torch", {"depth": 208}, "a multiple of 128 with groups, got 208"),
+    ("torch", {"depth": 640}, "a multiple of 512 and N that is one of 128 with blocks, got 640"),
+    ("torch", {"num_columns": 192}, "with blocks, got 512 and 192"),
     ("torch", {"bias_dtype": torch.float32}, "takes a bias in out's dtype torch.bfloat16"),
     ("deepgemm", {"num_matrices": 2}, "takes one matrix"),
     ("deepgemm", {"b_dtype": E5M2}, "takes e4m3, got"),

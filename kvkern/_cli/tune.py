@@ -1,0 +1,138 @@
+"""``python -m kvkern tune``: time each backend of ``scaled_mm`` on this card, write a table."""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kvkern
+from kvkern.backends import TABLE, tuned
+from kvkern.errors import UnsupportedError
+from kvkern.ops.quantize import Granularity
+from kvkern.testing.budget import assert_within_budget
+from kvkern.testing.timing import capture, host_us, time_interleaved_us
+
+LAYERS = (  # N, K: DeepSeek-V3's
+    (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048),
+    (36864, 7168), (7168, 18432),
+)  # fmt: skip
+ROWS = (1, 8, 16, 32, 64, 128, 512, 4096)
+_NEARLY = 0.98  # of the time of the first backend: for less gain its place in the table counts
+_CHECKED_ROWS = 16  # of a result, in fp64: all columns of the first
+
+
+class _Scales(NamedTuple):
+    name: str
+    of_a: Granularity
+    of_b: Granularity
+    accumulation: Literal["exact", "fast"]
+
+
+_KINDS = (
+    _Scales("tensor", "tensor", "tensor", "fast"),
+    _Scales("tensor", "tensor", "tensor", "exact"),
+    _Scales("row", "row", "row", "fast"),
+    _Scales("row", "row", "row", "exact"),
+    _Scales("block", "group", "block", "exact"),
+)
+
+
+def run(settings: argparse.Namespace) -> int:
+    """Returns 1 if a backend's result was wrong; it is not in the table then."""
+    device, is_right, rows = settings.device, True, []
+    for columns, depth in settings.layers or LAYERS:
+        for scales in _KINDS:
+            for num_rows in settings.rows or ROWS:
+                row, wrong = _measure(num_rows, columns, depth, scales, device)
+                for name, reason in wrong.items():
+                    is_right = False
+                    print(f"{name} is WRONG, and left out: {reason}")
+                if row is not None:
+                    rows.append(row)
+                    print(_line(row), flush=True)
+    tuned.write(settings.out, _card(device), rows)
+    print(f"{settings.out}: {len(rows)} rows. KVKERN_TUNED={settings.out} has it read.")
+    return 0 if is_right else 1
+
+
+def _measure(
+    num_rows: int, columns: int, depth: int, scales: _Scales, device: torch.device
+) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """The table's row, and what is wrong with a backend that is not in it."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((num_rows, depth), (columns, depth))
+    a, b = (torch.randn(*shape, generator=generator, device=device) for shape in shapes)
+    left = kvkern.quantize_fp8(a, granularity=scales.of_a)
+    right = kvkern.quantize_fp8(b, granularity=scales.of_b)
+    given = (left.values, right.values.mT, left.scale, _transposed(right.scale))
+    calls: dict[str, Callable[[], Tensor]] = {}
+    wrong: dict[str, str] = {}
+    exact, rounded = _expected(left, right, scales)
+    for backend in TABLE["scaled_mm"]:
+        if backend.name == "reference":
+            continue
+        call = partial(
+            kvkern.scaled_mm, *given, accumulation=scales.accumulation, backend=backend.name
+        )
+        try:
+            result = call()
+            if scales.accumulation == "exact":  # "fast" promises no bits
+                assert_within_budget(result[:_CHECKED_ROWS], exact, rounded)
+            calls[backend.name] = call
+        except UnsupportedError:
+            pass
+        except AssertionError as error:
+            wrong[backend.name] = f"{num_rows} x {columns} x {depth}, {scales.name}: {error}"
+    if not calls:
+        return None, wrong
+    us = _times(calls, device)
+    first, best = next(iter(us)), min(us, key=us.__getitem__)
+    kind = tuned.Kind(
+        "scaled_mm", scales.name, scales.accumulation, "float8_e4m3fn", "bfloat16",
+        1 << max(num_rows - 1, 0).bit_length(), columns, depth,
+    )  # fmt: skip
+    chosen = best if us[best] < _NEARLY * us[first] else first
+    return {**kind._asdict(), "fastest": chosen, "us": us}, wrong
+
+
+def _expected(
+    left: kvkern.QuantizedFP8, right: kvkern.QuantizedFP8, scales: _Scales
+) -> tuple[Tensor, Tensor]:
+    """The first rows, in fp64 and by the reference."""
+    values = left.values[:_CHECKED_ROWS]
+    of_a = left.scale if scales.of_a == "tensor" else left.scale[:_CHECKED_ROWS]
+    rounded = kvkern.scaled_mm(
+        values, right.values.mT, of_a, _transposed(right.scale), backend="reference"
+    )
+    reals = [
+        kvkern.dequantize_fp8(x, scale, dtype=torch.float32, backend="reference").double()
+        for x, scale in ((values, of_a), (right.values, right.scale))
+    ]
+    return reals[0] @ reals[1].mT, rounded
+
+
+def _transposed(scale: Tensor) -> Tensor:
+    return scale if scale.ndim == 1 else scale.mT
+
+
+def _times(calls: dict[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
+    """Microseconds on the GPU, in turns, by CUDA graphs; of a CPU the host's."""
+    if device.type != "cuda":
+        return {name: round(host_us(call, repeats=3).median, 1) for name, call in calls.items()}
+    graphs = {name: capture(call) for name, call in calls.items()}
+    return {name: round(time.median, 1) for name, time in time_interleaved_us(graphs).items()}
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = ", ".join(f"{name} {us}" for name, us in row["us"].items())
+    return (
+        f"{row['scales']} {row['accumulation']} {row['rows']} x {row['columns']} x {row['depth']}: "
+        f"{row['fastest']} ({times} us)"
+    )

@@ -1,0 +1,106 @@
+"""Which backend was the fastest for a call, as ``python -m kvkern tune`` measured it on a card.
+
+A table is a JSON file: the card, the versions that it was measured with, and a row for each layer,
+kind of scales and number of rows. Those in ``kvkern/tuned`` are shipped; ``KVKERN_TUNED`` names one
+more, which goes first. Only a table of this card and these versions is read, once; nothing is
+measured while serving.
+"""
+
+import json
+import os
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+SHIPPED = Path(__file__).parent.parent / "tuned"
+_SCALES = {  # by cells of a and b
+    ((0, 0), (0, 0)): "tensor",
+    ((1, 0), (0, 1)): "row",
+    ((1, 128), (128, 128)): "block",
+}
+
+
+class Kind(NamedTuple):
+    """What a row of a table is for; of ``scaled_mm`` so far."""
+
+    op: str
+    scales: str
+    accumulation: str
+    dtype: str  # of the inputs
+    out_dtype: str
+    rows: int  # this many, down to half of it, which is the next row's
+    columns: int
+    depth: int
+
+
+def kind_of(op: str, call: Any) -> Kind | None:
+    """None for what no table tells: other ops, many matrices, scales of other kinds."""
+    cells = (getattr(call, "cell_a", None), getattr(call, "cell_b", None))
+    if cells not in _SCALES or call.is_grouped or call.num_matrices != 1:
+        return None
+    if call.a_dtype != call.b_dtype:
+        return None
+    return Kind(
+        op,
+        _SCALES[cells],
+        "exact" if call.is_exact else "fast",
+        str(call.a_dtype).removeprefix("torch."),
+        str(call.out_dtype).removeprefix("torch."),
+        1 << max(call.num_rows - 1, 0).bit_length(),
+        call.num_columns,
+        call.depth,
+    )
+
+
+def fastest(op: str, device: torch.device, call: Any) -> str | None:
+    """The backend's name, if a table of this card has a row for the call."""
+    kind = kind_of(op, call)
+    if kind is None or device.type != "cuda":
+        return None
+    return _rows(torch.cuda.get_device_name(device)).get(kind)
+
+
+def versions() -> dict[str, str]:
+    """What a table is good for: releases of what compiles and multiplies."""
+    found = {"torch": torch.__version__.partition("+")[0]}
+    try:
+        found["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        found["triton"] = "none"
+    return found
+
+
+def file_name(card: str) -> str:
+    return "_".join(card.lower().split()) + ".json"
+
+
+@lru_cache
+def _rows(card: str) -> dict[Kind, str]:
+    """Of all tables of the card; those of ``KVKERN_TUNED`` go before those that are shipped."""
+    files = [SHIPPED / file_name(card)]
+    if "KVKERN_TUNED" in os.environ:
+        files.append(Path(os.environ["KVKERN_TUNED"]))
+    rows: dict[Kind, str] = {}
+    for file in files:
+        if file.exists():
+            rows |= read(file, card)
+    return rows
+
+
+def read(file: Path, card: str) -> dict[Kind, str]:
+    """A table's rows; none if it is of another card or of other versions."""
+    table = json.loads(file.read_text())
+    if table["card"] != card or table["versions"] != versions():
+        return {}
+    return {Kind(*(row[name] for name in Kind._fields)): row["fastest"] for row in table["rows"]}
+
+
+def write(file: Path, card: str, rows: list[dict[str, Any]]) -> None:
+    """A row: the fields of a ``Kind``, ``us`` by backend, ``fastest``."""
+    table = {"card": card, "versions": versions(), "rows": rows}
+    lines = ",\n".join("    " + json.dumps(row) for row in table.pop("rows"))
+    head = json.dumps(table, indent=2).removesuffix("\n}")
+    file.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n')

@@ -1,0 +1,180 @@
+"""Tables of what was measured to be the fastest: written by ``kvkern tune``, read by ``"auto"``."""
+
+import json
+
+import pytest
+import torch
+
+import kvkern
+from kvkern.__main__ import main
+from kvkern._cli import tune
+from kvkern.backends import TABLE, MatmulCall, choose, explain, tuned
+
+CUDA, BF16, E4M3 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
+CALL = MatmulCall(
+    a_dtype=E4M3,
+    b_dtype=E4M3,
+    out_dtype=BF16,
+    num_matrices=1,
+    is_grouped=False,
+    num_rows=3000,
+    num_columns=2112,
+    depth=7168,
+    cell_a=(0, 0),
+    cell_b=(0, 0),
+    a_is_aligned=True,
+    b_is_aligned=True,
+    out_is_aligned=True,
+    bias_dtype=None,
+    is_exact=True,
+)
+KIND = tuned.Kind("scaled_mm", "tensor", "exact", "float8_e4m3fn", "bfloat16", 4096, 2112, 7168)
+
+
+def row_of(kind, fastest, **us):
+    return {**kind._asdict(), "fastest": fastest, "us": us}
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """A Hopper card called Some Card, and a function that writes a table of it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
+    monkeypatch.delenv("KVKERN_TUNED", raising=False)
+
+    def forget():
+        choose.cache_clear()
+        tuned._rows.cache_clear()
+
+    def write(rows, file="some_card.json", card="Some Card"):
+        tuned.write(tmp_path / file, card, rows)
+        forget()
+        return tmp_path / file
+
+    forget()
+    yield write
+    forget()
+
+
+def auto(call):
+    rows = explain("scaled_mm", CUDA, BF16, call)
+    return next(name for name, reason in rows if reason is None)
+
+
+def test_auto_takes_what_the_table_says_for_its_layer_and_rows(tables):
+    assert auto(CALL) == "hopper"
+    tables([row_of(KIND, "torch", hopper=2.0, torch=1.0)])
+    for num_rows in (2049, 3000, 4096):
+        assert auto(CALL._replace(num_rows=num_rows)) == "torch"
+        run = choose("scaled_mm", "auto", CUDA, BF16, CALL._replace(num_rows=num_rows))
+        assert run.__module__ == "kvkern.backends.torch_scaled_mm"
+    for other in (
+        {"num_rows": 2048},
+        {"num_rows": 4097},
+        {"num_columns": 2048},
+        {"depth": 512},
+        {"is_exact": False},
+        {"cell_a": (1, 0), "cell_b": (0, 1)},
+        {"cell_a": (1, 0)},  # rows x tensor: no table has it
+        {"b_dtype": torch.float8_e5m2},
+        {"num_matrices": 2},
+        {"is_grouped": True},
+    ):
+        assert auto(CALL._replace(**other)) != "torch"
+    reasons = dict(explain("scaled_mm", CUDA, BF16, CALL))
+    assert "faster" in reasons["hopper"] and reasons["torch"] is None
+
+
+def test_a_backend_that_refuses_is_not_taken_however_fast_it_was(tables):
+    tables([row_of(KIND, "torch", hopper=2.0, torch=1.0)])
+    assert auto(CALL._replace(b_is_aligned=False)) == "triton"
+    tables([row_of(KIND, "no such backend", hopper=2.0)])
+    assert auto(CALL) == "hopper"
+
+
+def test_a_named_backend_does_not_ask_the_table(tables):
+    tables([row_of(KIND, "torch", hopper=2.0, torch=1.0)])
+    run = choose("scaled_mm", "triton", CUDA, BF16, CALL)
+    assert run.__module__ == "kvkern.kernels.scaled_mm"
+
+
+def test_tables_of_other_cards_and_versions_are_not_read(tables, monkeypatch):
+    rows = [row_of(KIND, "torch", hopper=2.0, torch=1.0)]
+    tables(rows, file="some_card.json", card="Some Other Card")
+    assert auto(CALL) == "hopper"
+    file = tables(rows)
+    assert tuned.read(file, "Some Card") == {KIND: "torch"}
+    monkeypatch.setattr(tuned, "versions", lambda: {"torch": "1.0.0", "triton": "0.1"})
+    assert tuned.read(file, "Some Card") == {}
+
+
+def test_the_users_table_goes_before_the_shipped_one(tables, monkeypatch, tmp_path):
+    tables([row_of(KIND, "torch", hopper=2.0, torch=1.0)])
+    assert auto(CALL) == "torch"
+    mine = tables([row_of(KIND, "triton", hopper=2.0, triton=1.0)], file="mine.json")
+    monkeypatch.setenv("KVKERN_TUNED", str(mine))
+    tuned._rows.cache_clear()
+    assert auto(CALL) == "triton"
+
+
+@pytest.mark.parametrize("file", sorted(tuned.SHIPPED.glob("*.json")), ids=lambda file: file.stem)
+def test_shipped_tables_name_backends_and_what_was_the_fastest(file):
+    table = json.loads(file.read_text())
+    assert file.name == tuned.file_name(table["card"])
+    names = [backend.name for backend in TABLE["scaled_mm"]]
+    kinds = [tuned.Kind(*(row[name] for name in tuned.Kind._fields)) for row in table["rows"]]
+    assert len(set(kinds)) == len(kinds) > 0
+    for row in table["rows"]:
+        assert row["rows"] & (row["rows"] - 1) == 0  # else no call finds it
+        assert set(row["us"]) <= set(names) and row["fastest"] in row["us"]
+        assert row["us"][row["fastest"]] <= min(row["us"].values()) / 0.98
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Pretended times of three backends, of which one is wrong, one refuses and two tie nearly."""
+
+    def scaled_mm(a, b, scale_a, scale_b, *, accumulation="exact", backend="auto", **options):
+        if backend == "deepgemm":
+            raise kvkern.UnsupportedError("scaled_mm: backend 'deepgemm' refuses: it is not here")
+        out = reference(a, b, scale_a, scale_b, backend="reference", **options)
+        return out * 1.1 if backend == "triton" else out
+
+    reference = kvkern.scaled_mm
+    us = {"hopper": 10.0, "triton": 1.0, "torch": 5.0}
+    monkeypatch.setattr(kvkern, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(tune, "_times", lambda calls, device: {name: us[name] for name in calls})
+    return us
+
+
+def tune_here(tmp_path, *more):
+    file = tmp_path / "table.json"
+    arguments = ["--device", "cpu", "--out", str(file), "--layers", "40x200", "--rows", "3", *more]
+    return main(["tune", *arguments]), json.loads(file.read_text())
+
+
+def test_tune_leaves_out_what_is_wrong_and_names_the_fastest(times, tmp_path, capsys):
+    status, table = tune_here(tmp_path)
+    assert status == 1 and "triton is WRONG" in capsys.readouterr().out
+    assert table["card"] == "cpu" and table["versions"] == tuned.versions()
+    assert len(table["rows"]) == 5  # kinds of scales and sums
+    for row in table["rows"]:
+        assert (row["columns"], row["depth"], row["rows"]) == (40, 200, 4)
+        if row["accumulation"] == "exact":
+            assert row["us"] == {"hopper": 10.0, "torch": 5.0} and row["fastest"] == "torch"
+    assert {row["scales"] for row in table["rows"]} == {"tensor", "row", "block"}
+
+
+def test_tune_prefers_the_first_backend_for_less_than_two_percent(times, tmp_path):
+    times.update(torch=9.9, triton=100.0)
+    _, table = tune_here(tmp_path)
+    assert {row["fastest"] for row in table["rows"]} == {"hopper"}
+
+
+@pytest.mark.parametrize("layer", ["40", "x40", "40x", "0x8", "axb"])
+def test_tune_says_what_a_layer_is(layer, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "--out", str(tmp_path / "t.json"), "--layers", layer])
+    assert "want a number >= 1" in capsys.readouterr().err
