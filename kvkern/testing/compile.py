@@ -213,7 +213,7 @@ def main() -> None:
                 judged[variant] = problems(config, args.capability)
             row = {
                 "module": module,
-                "kernel": config.kernel.__name__,
+                "kernel": f"{config.kernel.__module__}:{config.kernel.__name__}",
                 "name": config.name,
                 "problems": judged[variant],
             }
