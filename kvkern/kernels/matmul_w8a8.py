@@ -233,7 +233,6 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         (torch.bfloat16, 16, False, 8),
         (torch.bfloat16, 16, True, 1),
         (torch.float16, 32, True, 4),
-        (torch.bfloat16, 64, False, 2),
         (torch.bfloat16, 128, True, 1),
         (torch.float16, 128, False, 1),
     ):
@@ -251,7 +250,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         parts = out if num_splits == 1 else new_partials(num_splits, out, torch.int32)
         _, arguments, options = _matmul_call(codes, values, scale, zero, out[0], parts, tiles, gpu)
         yield config_of_call(_matmul_w8a8_kernel, label, arguments, options)
-        if num_splits > 1:
+        if num_splits == 8:
             sum_call = sum_splits_call(
                 parts, out[0], out, gpu, row_scale=codes.scale, column_scale=scale
             )

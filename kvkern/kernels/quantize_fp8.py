@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
     LONGEST_ROW,
@@ -286,11 +286,13 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         if not is_static and _is_larger_than_tile(x, granularity):
             _, arguments, options = _maxima_call(x, granularity)
             partials = arguments["partials_ptr"]
-            yield config_of_call(_partial_maxima_kernel, f"maxima-{label}", arguments, options)
+            yield config_of_call(
+                _partial_maxima_kernel, f"maxima-{label}", arguments, options, **SMALL_SPILLS
+            )
         _, arguments, options = _quantize_call(
             x, values, scale, partials, granularity, is_static, power_of_two, gpu
         )
         yield config_of_call(_quantize_fp8_kernel, label, arguments, options)
-        if not is_static:
+        if not is_static and num_columns == 7168:
             _, arguments, options = _dequantize_call(values, scale, granularity, x, gpu)
             yield config_of_call(_dequantize_fp8_kernel, f"dequantize-{label}", arguments, options)
