@@ -57,6 +57,8 @@ def _installed_version(package):
 
 
 def pytest_collection_modifyitems(items):
+    # the longest first: one worker has them, while others share the rest
+    items.sort(key=lambda item: "test_compile_gate" not in item.nodeid)
     if torch.cuda.is_available():
         return
     for item in items:
