@@ -129,7 +129,7 @@ def test_outputs_of_heads_lie_side_by_side(backend, device):
     assert (values[:2] == 7).all() and (values[7:] == 7).all()
     assert_right(values[2:7], attended, w)
     row = torch.cat([attended[1, head].float() @ w[head].float() for head in range(3)])
-    torch.testing.assert_close(values.view(9, -1)[3].float(), row, rtol=0.01, atol=0.1)
+    torch.testing.assert_close(values.view(9, -1)[3].float(), row, rtol=2**-7, atol=0.02)
 
 
 def spread(x, gaps, first=0):

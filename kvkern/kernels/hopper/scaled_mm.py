@@ -203,8 +203,6 @@ def _sum_in_registers(
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     for _ in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
-        factor = 1.0
-        factor_2 = 1.0
         if HAS_GROUPS:  # pinned, so that they are loaded before the product is begun
             of_b = _pin(factors_b.index(stage).load(OF_ROW))
             factor = _pin(factors_a.index(stage).slice(FIRST, _WAVE).load(OF_ROW))
