@@ -67,7 +67,7 @@ def test_auto_on_the_cpu_is_the_reference(op, interpret):
 @pytest.mark.parametrize("op", TABLE)
 def test_auto_on_a_card_is_never_the_reference(op, card):
     card(9, 0)
-    hopper = "hopper." if op in ("mla_decode", "scaled_mm") else ""
+    hopper = "hopper." if op in ("mla_absorb", "mla_decode", "scaled_mm") else ""
     assert choose(op, "auto", CUDA, BF16).__module__ == f"kvkern.kernels.{hopper}{module_of(op)}"
     card(8, 0)
     assert choose(op, "auto", CUDA, BF16).__module__ == f"kvkern.kernels.{module_of(op)}"

@@ -2,6 +2,7 @@
 
 from kvkern.backends.table import (
     TABLE,
+    AbsorbCall,
     Backend,
     DecodeCall,
     MatmulCall,
@@ -12,6 +13,7 @@ from kvkern.backends.table import (
 
 __all__ = [
     "TABLE",
+    "AbsorbCall",
     "Backend",
     "DecodeCall",
     "MatmulCall",

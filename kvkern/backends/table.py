@@ -50,6 +50,23 @@ class MatmulCall(NamedTuple):
     is_exact: bool
 
 
+class AbsorbCall(NamedTuple):
+    """What a backend of ``mla_absorb`` may refuse by, beside the device.
+
+    A tensor is aligned as in ``MatmulCall``, w if it is contiguous along K or along N.
+    """
+
+    x_dtype: torch.dtype
+    num_tokens: int
+    depth: int
+    x_is_aligned: bool
+    w_is_aligned: bool
+    out_is_aligned: bool
+
+
+AnyCall = AbsorbCall | DecodeCall | MatmulCall
+
+
 def _takes_any_call(call: Any) -> str | None:
     return None
 
@@ -204,6 +221,21 @@ def _hopper_matmul_refuses_call(call: MatmulCall) -> str | None:
     return None
 
 
+def _hopper_absorb_refuses_call(call: AbsorbCall) -> str | None:
+    if call.x_dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {call.x_dtype}"
+    if call.num_tokens <= 32:
+        return f"takes more than 32 tokens, got {call.num_tokens}"
+    if not 0 < call.depth <= 1024:
+        return f"takes K from 1 to 1024, got {call.depth}"
+    if not (call.x_is_aligned and call.w_is_aligned and call.out_is_aligned):
+        return (
+            "takes x, out and w of contiguous rows (w: or columns) that begin at multiples of 16 "
+            "bytes"
+        )
+    return None
+
+
 def _deepgemm_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("deep_gemm") is None:
         return "deep_gemm is not installed"
@@ -277,7 +309,16 @@ TABLE: dict[str, tuple[Backend, ...]] = {
         Backend("flashinfer", "kvkern.backends.flashinfer:mla_decode", _flashinfer_refuses, ()),
     ),
     "mla_prefill": _row("mla_prefill", "mla_prefill"),
-    "mla_absorb": _row("mla_absorb", "mla_absorb"),
+    "mla_absorb": (
+        Backend(
+            "hopper",
+            "kvkern.kernels.hopper.mla_absorb:mla_absorb",
+            _hopper_refuses,
+            ("cuda",),
+            _hopper_absorb_refuses_call,
+        ),
+        *_row("mla_absorb", "mla_absorb"),
+    ),
     "merge_states": _row("merge_states", "merge_states"),
     "gather_kv": _row("gather_kv", "gather_kv"),
     "copy_pages": _row("copy_pages", "copy_pages"),
@@ -323,7 +364,7 @@ def explain(
     op: str,
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
-    call: DecodeCall | MatmulCall | None = None,
+    call: AnyCall | None = None,
 ) -> list[tuple[str, str | None]]:
     """Each backend of ``op`` in order, with why ``"auto"`` passes it over, or None if it would not.
 
@@ -344,7 +385,7 @@ def _by_time(
     op: str,
     device: torch.device,
     dtype: torch.dtype,
-    call: DecodeCall | MatmulCall | None,
+    call: AnyCall | None,
     rows: list[tuple[str, str | None]],
 ) -> list[tuple[str, str | None]]:
     """The same rows; where the fastest backend is known, and takes the call, with no other."""
@@ -360,7 +401,7 @@ def _reason(
     backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
-    call: DecodeCall | MatmulCall | None,
+    call: AnyCall | None,
 ) -> str | None:
     reason = backend.refuses(device, dtype)
     return backend.refuses_call(call) if reason is None and call is not None else reason
@@ -372,7 +413,7 @@ def choose(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
-    call: DecodeCall | MatmulCall | None = None,
+    call: AnyCall | None = None,
 ) -> Callable[..., Any]:
     """The implementation that runs; remembered per argument, so a call costs one lookup.
 

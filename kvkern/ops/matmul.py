@@ -103,9 +103,9 @@ def scaled_mm(
         depth=a.shape[2],
         cell_a=cell_a,
         cell_b=cell_b,
-        a_is_aligned=_is_aligned(a),
-        b_is_aligned=_is_aligned(b.mT),
-        out_is_aligned=_is_aligned(out_matrices),
+        a_is_aligned=is_aligned(a),
+        b_is_aligned=is_aligned(b.mT),
+        out_is_aligned=is_aligned(out_matrices),
         bias_dtype=None if bias is None else bias.dtype,
         is_exact=accumulation == "exact",
     )
@@ -270,7 +270,7 @@ def _as_matrices(x: Tensor) -> Tensor:
     return x if x.ndim == 3 else x[None]
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """Whether rows are contiguous, apart, and begin at multiples of 16 bytes."""
     num_matrices, num_rows, num_columns = x.shape
     of_matrix, of_row = (stride * x.element_size() for stride in x.stride()[:2])

@@ -34,7 +34,7 @@ def view_tile(tile, dtype, shape, layout, _semantic=None):
 
 def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """What the TMA needs to know to fetch blocks of ``rows`` ``[N, K]``; outside them are zeros."""
-    layout = _default_layout(block, rows.dtype)
+    layout = default_layout(block, rows.dtype)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(block), layout)
 
 
@@ -45,11 +45,11 @@ def matrix_descriptor(matrices: Tensor, block: tuple[int, int]) -> TensorDescrip
         if matrices.shape[dim] == 1:
             strides[dim] = strides[dim + 1] * matrices.shape[dim + 1] + 15 & ~15
     box = (1, *block)
-    layout = _default_layout(box, matrices.dtype)
+    layout = default_layout(box, matrices.dtype)
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
 
 
 @lru_cache
-def _default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Remembered, as to find it takes longer than the rest of a descriptor."""
+def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """A tile's in shared memory; remembered, as to find it takes longer than the rest does."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

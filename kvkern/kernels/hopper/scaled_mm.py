@@ -33,8 +33,8 @@ from kvkern.kernels.hopper.compat import (
     store_tile,
     view_tile,
 )
-from kvkern.kernels.hopper.paging import make_barriers
-from kvkern.kernels.launch import Launch, launch, moved
+from kvkern.kernels.hopper.paging import make_barriers, pin
+from kvkern.kernels.launch import Descriptors, Launch, launch
 from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.scaled_mm import launch_sum
 from kvkern.kernels.sum_splits import new_partials
@@ -47,14 +47,6 @@ _OF_A_STEP = [
     "stride_scale_a_group", "stride_scale_b_matrix", "stride_scale_b_group",
     "stride_scale_b_column", "stride_bias",
 ]  # fmt: skip
-
-
-@gluon.jit
-def _pin(x):
-    """``x``, computed here: LLVM would put it off, and hold what it is made of in registers."""
-    return gl.inline_asm_elementwise(
-        "// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -204,29 +196,29 @@ def _sum_in_registers(
     for _ in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         if HAS_GROUPS:  # pinned, so that they are loaded before the product is begun
-            of_b = _pin(factors_b.index(stage).load(OF_ROW))
-            factor = _pin(factors_a.index(stage).slice(FIRST, _WAVE).load(OF_ROW))
+            of_b = pin(factors_b.index(stage).load(OF_ROW))
+            factor = pin(factors_a.index(stage).slice(FIRST, _WAVE).load(OF_ROW))
             if HAS_TWO:
-                factor_2 = _pin(factors_a.index(stage).slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
+                factor_2 = pin(factors_a.index(stage).slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
         rows = _as_matrix(a.index(stage), BLOCK_M)
         columns = _as_matrix(b.index(stage), BLOCK_N).permute((1, 0))
         part = _product(rows.slice(FIRST, _WAVE, dim=0), columns)
         if HAS_TWO:
             if HAS_GROUPS:
-                part *= gl.expand_dims(_pin(factor) * of_b, 1)
-            acc = _pin(acc + part)
+                part *= gl.expand_dims(pin(factor) * of_b, 1)
+            acc = pin(acc + part)
             # passes at once; ptxas begins no product before it that it lacks the registers for
             mbarrier.wait(full.index(stage), phase)
             part = _product(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
             mbarrier.arrive(empty.index(stage), count=1)
             if HAS_GROUPS:
-                part *= gl.expand_dims(_pin(factor_2) * of_b, 1)
-            acc_2 = _pin(acc_2 + part)
+                part *= gl.expand_dims(pin(factor_2) * of_b, 1)
+            acc_2 = pin(acc_2 + part)
         else:
             mbarrier.arrive(empty.index(stage), count=1)
             if HAS_GROUPS:
-                part *= gl.expand_dims(_pin(factor) * of_b, 1)
-            acc = _pin(acc + part)
+                part *= gl.expand_dims(pin(factor) * of_b, 1)
+            acc = pin(acc + part)
         stage, phase = _next(stage, phase, STAGES)
     return acc, acc_2, stage, phase
 
@@ -584,36 +576,20 @@ class _Again:
         device: torch.device,
     ) -> None:
         self._multiply, self._add, self._shape, self._device = multiply, add, shape, device
-        self._descriptors = tuple(arguments[name] for name in ("a_desc", "b_desc", "out_desc"))
-        self._encoded: dict[tuple[int, int], list[Any]] = {}  # by parameter and address
+        self._descriptors = Descriptors(
+            multiply, {0: arguments["a_desc"], 1: arguments["b_desc"], 5: arguments["out_desc"]}
+        )
 
     def __call__(self, addresses: Sequence[int | None]) -> None:
         a, b, scale_a, scale_b, _, bias, out = addresses
+        at = self._descriptors.at
         if self._add is None:
-            self._multiply(
-                (*self._at(0, a), *self._at(1, b), scale_a, scale_b, bias, *self._at(2, out))
-            )
+            self._multiply((*at(0, a), *at(1, b), scale_a, scale_b, bias, *at(5, out)))
             return
         partials = torch.empty(self._shape, dtype=torch.float32, device=self._device)
         into = partials.data_ptr()
-        self._multiply(
-            (*self._at(0, a), *self._at(1, b), scale_a, scale_b, None, *self._at(2, into))
-        )
+        self._multiply((*at(0, a), *at(1, b), scale_a, scale_b, None, *at(5, into)))
         self._add((into, bias, out))
-
-    def _at(self, which: int, address: Any) -> list[Any]:
-        """The descriptor of a tensor there; an allocator comes back to the same few addresses."""
-        encoded = self._encoded.get((which, address))
-        if encoded is None:
-            if len(self._encoded) >= _MOST_DESCRIPTORS:
-                self._encoded.clear()
-            number = (0, 1, 5)[which]  # of the parameter
-            encoded = self._multiply.encoded(number, [moved(self._descriptors[which], address)])
-            self._encoded[which, address] = encoded
-        return encoded
-
-
-_MOST_DESCRIPTORS = 512  # of a kind of call: each layer's weight, and a step's buffers
 
 
 def _tiles_for(
