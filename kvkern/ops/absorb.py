@@ -79,6 +79,7 @@ def mla_absorb(
     call = AbsorbCall(
         x_dtype=x.dtype,
         num_tokens=x.shape[0],
+        num_heads=x.shape[1],
         depth=x.shape[2],
         x_is_aligned=is_aligned(x.transpose(0, 1)),
         w_is_aligned=is_aligned(w) or is_aligned(w.mT),

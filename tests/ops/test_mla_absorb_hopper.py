@@ -7,6 +7,7 @@ import torch
 
 from kvkern import mla_absorb, quantize_fp8
 from kvkern.backends import AbsorbCall, table
+from kvkern.ops.matmul import read_weight_scale
 from kvkern.testing.budget import assert_within_budget
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -14,7 +15,7 @@ on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a card of compute capability 9.0",
 )
-CALL = AbsorbCall(BF16, 128, 512, True, True, True)
+CALL = AbsorbCall(BF16, 128, 128, 512, True, True, True)
 LAYERS = [(128, 128, 512), (128, 512, 128), (16, 128, 512), (16, 512, 128)]  # H, K, N
 
 
@@ -23,7 +24,6 @@ LAYERS = [(128, 128, 512), (128, 512, 128), (16, 128, 512), (16, 512, 128)]  # H
     [
         ({}, None),
         ({"x_dtype": torch.float32}, "takes bfloat16 and float16, got torch.float32"),
-        ({"num_tokens": 32}, "takes more than 32 tokens, got 32"),
         ({"depth": 0}, "takes K from 1 to 1024, got 0"),
         ({"depth": 1025}, "takes K from 1 to 1024, got 1025"),
         ({"w_is_aligned": False}, "takes x, out and w of contiguous rows"),
@@ -35,26 +35,61 @@ def test_hopper_says_why_it_refuses(change, reason):
     assert got is None if reason is None else got.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    "tokens, heads, depth, is_faster",
+    [
+        (128, 128, 128, True),
+        (128, 128, 512, False),
+        (512, 128, 512, True),
+        (128, 16, 128, False),
+        (512, 16, 128, True),
+        (512, 16, 512, False),
+        (4096, 16, 512, True),
+        (127, 1024, 128, False),  # most of a tile of 128 would be padding with fewer
+    ],
+)
+def test_it_yields_what_was_measured_to_be_no_faster(tokens, heads, depth, is_faster):
+    call = CALL._replace(num_tokens=tokens, num_heads=heads, depth=depth)
+    got = table._hopper_absorb_yields_call(call)
+    assert (got is None) == is_faster
+    if not is_faster:
+        least = {128: 8192, 512: 32768}[depth]
+        assert got == (
+            f"is no faster below 128 tokens and {least} rows (tokens x heads), got {tokens} and "
+            f"{tokens * heads}"
+        )
+
+
 def test_whatever_it_takes_has_room_in_shared_memory():
     kernels = pytest.importorskip("kvkern.kernels.hopper.mla_absorb", reason="needs Triton")
     for depth in (1, 64, 100, 128, 192, 256, 257, 512, 513, 1024):
         for num_columns in (1, 64, 65, 128, 200, 512, 4096):
-            for num_tokens, num_heads in ((33, 1), (129, 16), (4096, 128)):
+            for num_tokens, num_heads in ((1, 1), (129, 16), (4096, 128)):
                 tiles = kernels.choose_tiles(num_tokens, num_heads, depth, num_columns, 132)
                 kept = -(-depth // 64) * 64 * tiles.columns * tiles.spans * 2
-                assert kept + tiles.stages * 128 * 64 * 2 + 4 * 64 * 64 * 2 <= 232_448 - 3072
+                staged = 2 * 64 * tiles.columns * 2
+                assert kept + tiles.stages * 128 * 64 * 2 + staged <= 232_448 - 3072
                 assert tiles.stages >= 4
                 # a tile's x stays in the ring until all products have had it
                 assert tiles.spans == 1 or -(-depth // 64) <= tiles.stages
 
 
-def test_a_layer_has_programs_for_every_sm():
+@pytest.mark.parametrize(
+    "tokens, layer, tiles",
+    [
+        (128, LAYERS[0], (128, 4)),
+        (4096, LAYERS[0], (128, 4)),
+        (4096, LAYERS[1], (128, 1)),
+        (512, LAYERS[2], (64, 1)),
+        (4096, LAYERS[2], (128, 2)),
+        (512, LAYERS[3], (64, 1)),
+        (4096, LAYERS[3], (64, 1)),
+    ],
+)
+def test_tiles_are_those_that_were_fastest_and_leave_no_sm_idle(tokens, layer, tiles):
     kernels = pytest.importorskip("kvkern.kernels.hopper.mla_absorb", reason="needs Triton")
-    for heads, depth, columns in LAYERS:
-        for tokens in (512, 4096):
-            assert num_programs(kernels, tokens, heads, depth, columns) == 128
-    tiles = kernels.choose_tiles(4096, 16, 128, 512, 132)
-    assert (tiles.columns, tiles.spans) == (128, 4)  # x is read once
+    assert kernels.choose_tiles(tokens, *layer, 132)[:2] == tiles
+    assert num_programs(kernels, tokens, *layer) == 128
 
 
 def num_programs(kernels, *sizes):
@@ -73,7 +108,7 @@ def test_another_number_of_tokens_compiles_nothing_new():
     kernels = pytest.importorskip("kvkern.kernels.hopper.mla_absorb", reason="needs Triton")
     for layer in LAYERS:
         met = set()
-        for tokens in [*range(33, 700, 5), 1023, 1024, 4096, 5000]:
+        for tokens in [*range(1, 700, 5), 1023, 1024, 4096, 5000]:
             _, arguments, options = on_meta(kernels, tokens, *layer)
             numbers = {
                 name: getattr(value, "block_shape", value)
@@ -88,22 +123,49 @@ def randn(*shape, dtype=BF16, mean=0.0):
     return (torch.randn(shape) + mean).to("cuda", dtype)
 
 
+def absorb_on(num_sms, x, w, out, scale=None):
+    """As on so many SMs: on few, a program has many columns and many tiles of tokens."""
+    from kvkern.kernels.hopper import mla_absorb as kernels
+
+    of_w, cell = (None, (0, 0)) if scale is None else read_weight_scale("scale", scale, w)
+    grid, arguments, options = kernels._call(x, w, of_w, cell, out, num_sms)
+    kernels._mla_absorb_kernel[grid](**arguments, **options)
+    return out
+
+
 def assert_right(result, x, w, scale=None, real=None):
     exact = torch.einsum("thk,hkn->thn", x.double(), w.double() if real is None else real)
     rounded = mla_absorb(x, w, scale=scale, backend="reference")
     assert_within_budget(result, exact, rounded)
 
 
-SHAPES = [  # T, H, K, N
-    (33, 3, 8, 8),  # less of everything than a box has
-    (63, 2, 72, 200),  # ends inside a step of K, and inside a box of columns
-    (127, 140, 128, 64),  # more heads than SMs
-    (129, 1, 192, 512),
-    (300, 70, 128, 256),  # several tiles a program, the last one not full
-    (1023, 1, 512, 128),
-    (700, 30, 520, 136),  # the ring comes round within a tile
-    (65, 2, 1024, 72),
+SHAPES = [  # T, H, K, N, SMs
+    (1, 1, 64, 128, 132),
+    (33, 3, 8, 8, 132),  # less of everything than a box has
+    (63, 2, 72, 200, 2),  # ends inside a step of K, and inside a box of columns
+    (127, 140, 128, 64, 132),  # more heads than SMs
+    (129, 1, 192, 512, 132),
+    (300, 3, 128, 512, 3),  # four products of three tiles, the last one not full
+    (300, 3, 128, 384, 3),  # the fourth product has no columns
+    (1023, 1, 512, 128, 1),
+    (700, 30, 520, 136, 30),  # the ring comes round within a tile
+    (65, 2, 1024, 72, 132),
 ]
+FP8_SHAPES = [
+    (70, 3, 96, 48, 132),
+    (300, 3, 128, 512, 3),
+    (300, 3, 128, 384, 3),
+    (300, 2, 192, 512, 2),  # groups of K in two products of a tile
+    (300, 70, 512, 128, 70),
+    (65, 1, 336, 208, 132),
+]
+
+
+def test_shapes_have_tiles_of_every_kind():
+    kernels = pytest.importorskip("kvkern.kernels.hopper.mla_absorb", reason="needs Triton")
+    for shapes in (SHAPES, FP8_SHAPES):
+        met = {kernels.choose_tiles(*shape)[:2] for shape in shapes}
+        assert met == {(128, 4), (128, 2), (128, 1), (64, 1)}
 
 
 @on_hopper
@@ -111,30 +173,31 @@ SHAPES = [  # T, H, K, N
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_fp64_in_packed_buffers(shape, layout, dtype):
-    tokens, heads, depth, columns = shape
-    x = randn(tokens, heads, depth + 64, dtype=dtype)
+    tokens, heads, depth, columns, num_sms = shape
+    x = randn(tokens, heads, depth + 64, dtype=dtype)[..., :depth]
     w = randn(heads, depth, columns, dtype=dtype)
     if layout == "columns":
         w = randn(heads, columns, depth, dtype=dtype).mT
     packed = torch.full((tokens, heads, columns + 64), 7.0, dtype=dtype, device="cuda")
-    out = packed[..., :columns]
-    mla_absorb(x[..., :depth], w, out=out, backend="hopper")
-    assert_right(out, x[..., :depth], w)
+    out = absorb_on(num_sms, x, w, packed[..., :columns])
+    assert_right(out, x, w)
     assert (packed[..., columns:] == 7).all()
-    again = mla_absorb(x[..., :depth], w, backend="hopper")
-    assert again.is_contiguous() and torch.equal(again, out)
+    again = absorb_on(num_sms, x, w, torch.empty_like(out).contiguous())
+    assert torch.equal(again, out)
 
 
 @on_hopper
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group", "block"])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-@pytest.mark.parametrize(
-    "shape", [(70, 3, 96, 48), (129, 2, 128, 512), (300, 70, 512, 128), (65, 1, 336, 208)], ids=str
-)
+@pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
 def test_fp8_weights(shape, layout, granularity):
-    tokens, heads, depth, columns = shape
+    tokens, heads, depth, columns, num_sms = shape
     x = randn(tokens, heads, depth, mean=0.5)
-    values, scale = quantize_fp8(randn(heads, columns, depth, mean=0.5), granularity=granularity)
+    of_blocks = randn(heads, -(-columns // 128) * 128, depth, mean=0.5)  # which have to be whole
+    values, scale = quantize_fp8(of_blocks, granularity=granularity)
+    values = values[:, :columns]
+    if granularity in ("row", "group"):
+        scale = scale[:, :columns]
     w, real = values.mT, scale.double()
     if granularity != "tensor":
         scale, real = scale.mT, real.mT
@@ -144,8 +207,9 @@ def test_fp8_weights(shape, layout, granularity):
         real = real.repeat_interleave(128, 2)[..., :columns]
     if layout == "rows":
         w = w.contiguous()
-    result = mla_absorb(x, w, scale=scale, backend="hopper")
-    assert_right(result, x, w, scale, w.double() * real)
+    out = torch.empty(tokens, heads, columns, dtype=BF16, device="cuda")
+    absorb_on(num_sms, x, w, out, scale)
+    assert_right(out, x, w, scale, w.double() * real)
 
 
 @on_hopper

@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as gl_core
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -30,6 +31,14 @@ def view_tile(tile, dtype, shape, layout, _semantic=None):
     return _semantic.memdesc_reinterpret(
         tile, unwrap(dtype), [unwrap(size) for size in unwrap(shape)], unwrap(layout)
     )
+
+
+@gluon.jit
+def as_matrix(tile):
+    """A box of one matrix, as ``matrix_descriptor`` has them, without its first dim."""
+    SWIZZLE: gl.constexpr = tile.type.layout.swizzle_byte_width
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, tile.dtype.primitive_bitwidth, 2)
+    return view_tile(tile, tile.dtype, [tile.shape[1], tile.shape[2]], LAYOUT)
 
 
 def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
