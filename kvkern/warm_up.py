@@ -1,0 +1,47 @@
+"""Numbers of tokens that stand for all others: what is compiled for them, every step finds.
+
+Kernels are compiled at first use, each for some seconds, in variants. Which one runs a step depends
+on its number of tokens by way of tiles alone, and tiles are chosen for that number's size class: a
+power of two up to 128, a multiple of 128 up to 2048, from there on one of eight an octave.
+"""
+
+from kvkern.errors import ArgumentError
+
+_TILE = 128  # tokens of the largest tile, or a part of one
+_AN_OCTAVE = 8
+
+
+def warm_up_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens to run a step with, once each, before serving.
+
+    After that nothing is compiled for any number up to ``max_tokens``, in calls that are otherwise
+    alike: the same layers, dtypes, scales, memory layout and backends. What depends on a request
+    rather than on the number of tokens needs steps of its own: a first token and later ones, a
+    prompt with cached context (of one chunk, and of more) and without, the shortest and the longest
+    context, each number of new tokens a request that ``mla_decode`` is to be given.
+
+    Args:
+        max_tokens: the most tokens of a step, >= 1.
+
+    Returns:
+        Size classes below ``max_tokens``, rising, and ``max_tokens``: 1, 2, 4, ... 128, 256, 384,
+        ... 1024, 1152, ... 2048, 2304, ...: 8 numbers for 128, 15 for 1024, 39 for 8192.
+
+    Raises:
+        ArgumentError: ``max_tokens`` is less than 1.
+    """
+    if max_tokens < 1:
+        raise ArgumentError(f"max_tokens: want >= 1, got {max_tokens}")
+    sizes = [1]
+    while sizes[-1] < max_tokens:
+        sizes.append(min(size_class(sizes[-1] + 1), max_tokens))
+    return sizes
+
+
+def size_class(num_tokens: int) -> int:
+    """The number that tiles are chosen for: the smallest class that is not below."""
+    octave = 1 << max(num_tokens - 1, 0).bit_length()  # a power of two, not below
+    if octave <= _TILE:
+        return octave
+    step = max(octave // (2 * _AN_OCTAVE), _TILE)
+    return -(-num_tokens // step) * step
