@@ -84,6 +84,18 @@ def multiply(run, num_columns, depth, kind, is_exact, has_bias, num_tokens):
     run(a, b, *scales[kind], None, bias, is_exact, out)
 
 
+def multiply_many(num_matrices, is_grouped, num_tokens):
+    """Rows shared out among experts, or for each of some matrices."""
+    lead = 1 if is_grouped else num_matrices
+    a, out = (
+        empty(lead, num_tokens, size, dtype=dtype) for size, dtype in ((7168, E4M3), (4096, BF16))
+    )
+    b = empty(num_matrices, 4096, 7168, dtype=E4M3).mT
+    scales = empty(lead, num_tokens, 56), empty(num_matrices, 32, 56).mT
+    row_offsets = empty(num_matrices + 1, dtype=torch.int32) if is_grouped else None
+    scaled_mm.scaled_mm(a, b, *scales, (1, 128), (128, 128), row_offsets, None, True, out)
+
+
 def multiply_weight_only(name, num_columns, depth, num_tokens):
     bits = 4 if name == "w4a16" else 8
     codes = chunk_columns(bits)
@@ -187,6 +199,11 @@ PRODUCTS = {
     )
     for n, k in (*LAYERS, (512, 1536))  # the last: cut along K up to 96 tokens, not from there on
     for kind, exact, has_bias in KINDS
+}
+PRODUCTS |= {
+    "triton, 8 experts": partial(multiply_many, 8, True),
+    "triton, 160 experts": partial(multiply_many, 160, True),
+    "triton, 16 matrices": partial(multiply_many, 16, False),
 }
 PRODUCTS |= {
     f"{name} {n} x {k}": partial(multiply_weight_only, name, n, k)
