@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "cache": {"errors", "layout"},
     "reference": {"errors", "layout", "cache"},
     "kernels": {"errors", "layout", "cache", "warm_up"},
-    "backends": {"errors", "layout", "cache", "reference", "kernels"},
+    "backends": {"errors", "layout", "cache", "warm_up", "reference", "kernels"},
     "ops": {"errors", "layout", "cache", "backends"},
     "nn": {"errors", "layout", "cache", "backends", "ops"},
     "engine": {"errors", "layout", "cache", "backends", "ops", "nn"},

@@ -14,6 +14,7 @@ from kvkern.errors import UnsupportedError
 from kvkern.ops.quantize import Granularity
 from kvkern.testing.budget import assert_within_budget
 from kvkern.testing.timing import capture, host_us, time_interleaved_us
+from kvkern.warm_up import size_class
 
 LAYERS = (  # N, K: DeepSeek-V3's
     (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048),
@@ -97,7 +98,7 @@ def _measure(
     first, best = next(iter(us)), min(us, key=us.__getitem__)
     kind = tuned.Kind(
         "scaled_mm", scales.name, scales.accumulation, "float8_e4m3fn", "bfloat16",
-        num_rows, columns, depth,
+        size_class(num_rows), columns, depth,
     )  # fmt: skip
     chosen = best if us[best] < _NEARLY * us[first] else first
     return {**kind._asdict(), "fastest": chosen, "us": us}, wrong

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvkern.warm_up import size_class
+
 SHIPPED = Path(__file__).parent.parent / "tuned"
 _SCALES = {  # by cells of a and b
     ((0, 0), (0, 0)): "tensor",
@@ -31,7 +33,7 @@ class Kind(NamedTuple):
     accumulation: str
     dtype: str  # of the inputs
     out_dtype: str
-    rows: int  # of a; a row of a table stands for fewer too, down to half or its next row's
+    rows: int  # their size class; a row of a table stands for lower ones too, down to half of it
     columns: int
     depth: int
 
@@ -49,7 +51,7 @@ def kind_of(op: str, call: Any) -> Kind | None:
         "exact" if call.is_exact else "fast",
         str(call.a_dtype).removeprefix("torch."),
         str(call.out_dtype).removeprefix("torch."),
-        call.num_rows,
+        size_class(call.num_rows),
         call.num_columns,
         call.depth,
     )

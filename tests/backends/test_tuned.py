@@ -9,6 +9,7 @@ import kvkern
 from kvkern.__main__ import main
 from kvkern._cli import tune
 from kvkern.backends import TABLE, MatmulCall, choose, explain, tuned
+from kvkern.warm_up import size_class
 
 CUDA, BF16, E4M3 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
 CALL = MatmulCall(
@@ -94,10 +95,10 @@ def test_a_backend_that_refuses_is_not_taken_however_fast_it_was(tables):
     assert auto(CALL) == "hopper"
 
 
-def test_rows_in_between_go_by_the_next_that_was_measured_up_to_twice_as_many(tables):
-    more = KIND._replace(rows=3000)
+def test_rows_in_between_go_by_the_next_that_were_measured_up_to_twice_as_many(tables):
+    more = KIND._replace(rows=3072)
     tables([row_of(KIND, "torch", hopper=2.0, torch=1.0), row_of(more, "triton", triton=1.0)])
-    chosen = {n: auto(CALL._replace(num_rows=n)) for n in (1500, 1501, 3000, 3001, 4096, 4097)}
+    chosen = {n: auto(CALL._replace(num_rows=n)) for n in (1536, 1537, 3072, 3073, 4096, 4097)}
     assert list(chosen.values()) == ["hopper", "triton", "triton", "torch", "torch", "hopper"]
 
 
@@ -141,6 +142,7 @@ def test_shipped_tables_name_backends_and_what_was_the_fastest(file):
     kinds = [tuned.Kind(*(row[name] for name in tuned.Kind._fields)) for row in table["rows"]]
     assert len(set(kinds)) == len(kinds) > 0
     for row in table["rows"]:
+        assert row["rows"] == size_class(row["rows"])  # else no call finds it
         assert set(row["us"]) <= set(names) and row["fastest"] in row["us"]
         assert row["us"][row["fastest"]] <= min(row["us"].values()) / 0.98
 
@@ -174,7 +176,7 @@ def test_tune_leaves_out_what_is_wrong_and_names_the_fastest(times, tmp_path, ca
     assert table["card"] == "cpu" and table["versions"] == tuned.versions()
     assert len(table["rows"]) == 5  # kinds of scales and sums
     for row in table["rows"]:
-        assert (row["columns"], row["depth"], row["rows"]) == (40, 200, 3)
+        assert (row["columns"], row["depth"], row["rows"]) == (40, 200, 4)
         assert row["us"] == {"hopper": 10.0, "torch": 5.0} and row["fastest"] == "torch"
     assert {row["scales"] for row in table["rows"]} == {"tensor", "row", "block"}
 
