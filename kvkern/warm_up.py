@@ -2,13 +2,12 @@
 
 Kernels are compiled at first use, each for some seconds, in variants. Which one runs a step depends
 on its number of tokens by way of tiles alone, and tiles are chosen for that number's size class: a
-power of two up to 128, a multiple of 128 up to 2048, from there on one of eight an octave.
+power of two up to 128, from there on a multiple of 128, as many as rows of the larger tiles.
 """
 
 from kvkern.errors import ArgumentError
 
-_TILE = 128  # tokens of the largest tile, or a part of one
-_AN_OCTAVE = 8
+_TILE = 128  # tokens of most tiles, where there are so many
 
 
 def warm_up_sizes(max_tokens: int) -> list[int]:
@@ -25,7 +24,7 @@ def warm_up_sizes(max_tokens: int) -> list[int]:
 
     Returns:
         Size classes below ``max_tokens``, rising, and ``max_tokens``: 1, 2, 4, ... 128, 256, 384,
-        ... 1024, 1152, ... 2048, 2304, ...: 8 numbers for 128, 15 for 1024, 39 for 8192.
+        512, ...: 8 numbers for 128, 23 for 2048, 71 for 8192.
 
     Raises:
         ArgumentError: ``max_tokens`` is less than 1.
@@ -40,8 +39,6 @@ def warm_up_sizes(max_tokens: int) -> list[int]:
 
 def size_class(num_tokens: int) -> int:
     """The number that tiles are chosen for: the smallest class that is not below."""
-    octave = 1 << max(num_tokens - 1, 0).bit_length()  # a power of two, not below
-    if octave <= _TILE:
-        return octave
-    step = max(octave // (2 * _AN_OCTAVE), _TILE)
-    return -(-num_tokens // step) * step
+    if num_tokens <= _TILE:
+        return 1 << max(num_tokens - 1, 0).bit_length()
+    return -(-num_tokens // _TILE) * _TILE
