@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvkern.backends.tuned import fastest
+from kvkern.backends.tuned import ranking
 from kvkern.errors import ArgumentError, UnsupportedError
 from kvkern.layout import CacheFormat
 
@@ -347,10 +347,10 @@ def _by_time(
     call: DecodeCall | MatmulCall | None,
     rows: list[tuple[str, str | None]],
 ) -> list[tuple[str, str | None]]:
-    """The same rows; where the fastest backend is known, and takes the call, with no other."""
-    name = fastest(op, device, call)
-    for backend in _backends(op):
-        if backend.name == name and _reason(backend, device, dtype, call) is None:
+    """The same rows; where times are known, with the fastest that takes the call and no other."""
+    backends = {backend.name: backend for backend in _backends(op)}
+    for name in ranking(op, device, call):
+        if name in backends and _reason(backends[name], device, dtype, call) is None:
             slower = f"{name} was measured to be faster for this on this card (kvkern tune)"
             return [(n, None if n == name else reason or slower) for n, reason in rows]
     return rows
