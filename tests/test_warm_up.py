@@ -28,6 +28,7 @@ from kvkern.kernels import (
 from kvkern.kernels.device import Gpu
 from kvkern.kernels.hopper import decode_call
 from kvkern.kernels.hopper import mla_decode as hopper_mla_decode
+from kvkern.kernels.hopper import scaled_mm as hopper_scaled_mm
 from kvkern.kernels.packed_ints import chunk_columns
 from kvkern.kernels.schedule import fill_schedule, make_schedule, merge_cuts
 from kvkern.warm_up import size_class
@@ -193,9 +194,10 @@ def decode_on_hopper(num_heads, num_tokens):
 
 KINDS = (("row", False, True), ("row", True, False), ("block", True, False))
 PRODUCTS = {
-    f"triton {n} x {k}, {kind}, {'exact' if exact else 'fast'}": partial(
-        multiply, scaled_mm.scaled_mm, n, k, kind, exact, has_bias
+    f"{backend} {n} x {k}, {kind}, {'exact' if exact else 'fast'}": partial(
+        multiply, kernels.scaled_mm, n, k, kind, exact, has_bias
     )
+    for backend, kernels in (("triton", scaled_mm), ("hopper", hopper_scaled_mm))
     for n, k in (*LAYERS, (512, 1536))  # the last: cut along K up to 96 tokens, not from there on
     for kind, exact, has_bias in KINDS
 }

@@ -44,7 +44,8 @@ from kvkern.kernels.hopper.scaled_mm_few import (
 from kvkern.kernels.launch import Launch, launch, moved
 from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.scaled_mm import launch_sum
-from kvkern.kernels.sum_splits import new_partials
+from kvkern.kernels.sum_splits import MOST_SPLITS, new_partials
+from kvkern.warm_up import size_class
 
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
 
@@ -578,7 +579,6 @@ class Tiles(NamedTuple):
 
 
 _SHARED_BYTES = 232_448
-_MOST_SPLITS = 16
 # ns of a step of 128 rows by as many columns, where b is read from memory, not the L2 cache: with
 # sums in the tensor core, and with others
 _STEP_NS = {
@@ -642,7 +642,7 @@ def _choose_few(num_rows: int, count: int, steps: int, num_sms: int, can_split: 
     """
     num_splits = 1
     if can_split:
-        num_splits = max(min(round(num_sms / count), steps // 4, _MOST_SPLITS), 1)
+        num_splits = max(min(round(num_sms / count), steps // 4, MOST_SPLITS), 1)
     steps = triton.cdiv(steps, num_splits)
     if num_rows > 16 and steps > 32:
         return Tiles(64, 64, num_splits, min(_most_stages(64, 64, _SHARED_BYTES), 8))
@@ -747,7 +747,7 @@ def _tiles_for(
 ) -> Tiles:
     num_matrices, depth, num_columns = b.shape
     return choose_tiles(
-        a.shape[1],
+        size_class(a.shape[1]),
         num_columns,
         depth,
         num_matrices,
