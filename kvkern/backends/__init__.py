@@ -1,5 +1,6 @@
 """Which implementation runs: one ordered table per op, and the reason for each refusal."""
 
+from kvkern.backends.again import TakesTensors
 from kvkern.backends.table import (
     TABLE,
     AbsorbCall,
@@ -17,6 +18,7 @@ __all__ = [
     "Backend",
     "DecodeCall",
     "MatmulCall",
+    "TakesTensors",
     "choose",
     "explain",
     "takes_e4m3_queries",

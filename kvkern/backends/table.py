@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvkern.backends.tuned import fastest
+from kvkern.backends.tuned import ranking
 from kvkern.errors import ArgumentError, UnsupportedError
 from kvkern.layout import CacheFormat
+from kvkern.warm_up import size_class
 
 
 class DecodeCall(NamedTuple):
@@ -242,13 +243,14 @@ def _hopper_absorb_yields_call(call: AbsorbCall) -> str | None:
 
     By microseconds on an H200, hopper's and triton's. K = 128: 2048 rows 8.4 and 7.2, 8192 9.6 and
     10.0 (16 heads), 16384 14.1 and 15.9. K = 512: 8192 10.1 and 10.3, in e4m3 12.0 and 11.3; 16384
-    15.3 and 15.1, in e4m3 16.8 and 14.9; 65536 29.1 and 36.1.
+    15.3 and 15.1, in e4m3 16.8 and 14.9; 65536 29.1 and 36.1. By size class, as tiles go: a
+    warm-up meets the kernel of each.
     """
-    num_rows, fewest = call.num_tokens * call.num_heads, 64 * max(call.depth, 128)
-    if call.num_tokens < 128 or num_rows < fewest:
+    num_tokens, fewest = size_class(call.num_tokens), 64 * max(call.depth, 128)
+    if num_tokens < 128 or num_tokens * call.num_heads < fewest:
         return (
-            f"is no faster below 128 tokens and {fewest} rows (tokens x heads), got "
-            f"{call.num_tokens} and {num_rows}"
+            f"is no faster up to 64 tokens, and below {fewest} tokens x heads, got "
+            f"{call.num_tokens} x {call.num_heads}"
         )
     return None
 
@@ -408,10 +410,10 @@ def _by_time(
     call: AnyCall | None,
     rows: list[tuple[str, str | None]],
 ) -> list[tuple[str, str | None]]:
-    """The same rows; where the fastest backend is known, and takes the call, with no other."""
-    name = fastest(op, device, call)
-    for backend in _backends(op):
-        if backend.name == name and _reason(backend, device, dtype, call) is None:
+    """The same rows; where times are known, with the fastest that takes the call and no other."""
+    backends = {backend.name: backend for backend in _backends(op)}
+    for name in ranking(op, device, call):
+        if name in backends and _reason(backends[name], device, dtype, call) is None:
             slower = f"{name} was measured to be faster for this on this card (kvkern tune)"
             return [(n, None if n == name else reason or slower) for n, reason in rows]
     return rows

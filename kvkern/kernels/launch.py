@@ -142,11 +142,13 @@ class Descriptors:
 
     def __init__(self, launch: Launch, descriptors: Mapping[int, Any]) -> None:
         self._launch = launch
-        self._descriptors = descriptors  # by the number of the parameter
+        self._descriptors = descriptors  # by the number of the parameter; None: it has none
         self._encoded: dict[tuple[int, int], list[Any]] = {}  # and by address
 
     def at(self, number: int, address: Any) -> list[Any]:
         """What a launch takes for the parameter where its tensor begins at ``address``."""
+        if self._descriptors[number] is None:
+            return [address]
         encoded = self._encoded.get((number, address))
         if encoded is None:
             if len(self._encoded) >= _MOST_DESCRIPTORS:

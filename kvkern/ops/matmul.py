@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvkern.backends import MatmulCall, choose
+from kvkern.backends import MatmulCall, TakesTensors, choose
 from kvkern.errors import ArgumentError, ShapeMismatchError, UnsupportedDtypeError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS, FLOATS64, Sizes
@@ -83,7 +83,10 @@ def scaled_mm(
         if out is None:
             out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device=a.device)
             addresses[-1] = out.data_ptr()
-        again(addresses)
+        if isinstance(again, TakesTensors):
+            again(a, b, scale_a, scale_b, row_offsets, bias, out)
+        else:
+            again(addresses)
         return out
     _check(a, b, row_offsets, bias, out_dtype, accumulation)
     of_a, cell_a, of_b, cell_b = _scales(a, b, scale_a, scale_b, row_offsets is not None)

@@ -45,7 +45,8 @@ def test_hopper_says_why_it_refuses(change, reason):
         (512, 16, 128, True),
         (512, 16, 512, False),
         (4096, 16, 512, True),
-        (127, 1024, 128, False),  # most of a tile of 128 would be padding with fewer
+        (65, 128, 128, True),  # of 128's size class
+        (64, 1024, 128, False),
     ],
 )
 def test_it_yields_what_was_measured_to_be_no_faster(tokens, heads, depth, is_faster):
@@ -53,10 +54,10 @@ def test_it_yields_what_was_measured_to_be_no_faster(tokens, heads, depth, is_fa
     got = table._hopper_absorb_yields_call(call)
     assert (got is None) == is_faster
     if not is_faster:
-        least = {128: 8192, 512: 32768}[depth]
+        fewest = {128: 8192, 512: 32768}[depth]
         assert got == (
-            f"is no faster below 128 tokens and {least} rows (tokens x heads), got {tokens} and "
-            f"{tokens * heads}"
+            f"is no faster up to 64 tokens, and below {fewest} tokens x heads, got {tokens} x "
+            f"{heads}"
         )
 
 
