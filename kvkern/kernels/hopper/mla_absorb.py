@@ -164,8 +164,8 @@ def _start_step(
     """The product of 64 tokens' step of K, or acc and that; not waited for."""
     STAGES: gl.constexpr = x.shape[0]
     stage = (done + STEP) % STAGES
-    # an address that the compiler does not know
-    piece = SPAN * (w.shape[0] // SPANS) + STEP + (done >> 30)
+    STEPS: gl.constexpr = w.shape[0] // SPANS
+    piece = SPAN * STEPS + STEP + (done >> 30)  # an address that the compiler does not know
     if SPAN == 0:
         mbarrier.wait(full.index(stage), (done + STEP) // STAGES & 1)
     mbarrier.wait(w_full.index(piece), 0)
@@ -186,7 +186,7 @@ def _start_span(
     acc, x, w, full, w_full, done, SPAN: gl.constexpr, SPANS: gl.constexpr, FIRST: gl.constexpr,
     ALONG_K: gl.constexpr,
 ):  # fmt: skip
-    """The product of all of K, for as many columns as acc, zeros, has; not waited for."""
+    """The product of all of K, for as many columns as acc has, which is 0; not waited for."""
     for step in gl.static_range(w.shape[0] // SPANS):
         acc = _start_step(
             acc, x, w, full, w_full, done, SPAN, step, SPANS, FIRST, ALONG_K, step == 0
@@ -257,7 +257,7 @@ def _load_scale(
 
 @gluon.jit
 def _store(acc, staged, out_desc, head, token, column, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """Round and store, by as many columns as a box has; each box of a sum is staged in its own."""
+    """Round and store by boxes; each of a sum's boxes is staged in a place of its own."""
     COLUMNS: gl.constexpr = acc.shape[1]
     BOX_N: gl.constexpr = staged.shape[3]
     if COLUMNS > BOX_N:
