@@ -48,7 +48,9 @@ def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(block), layout)
 
 
-def matrix_descriptor(matrices: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+def matrix_descriptor(
+    matrices: Tensor, block: tuple[int, int], *, is_swizzled: bool = True
+) -> TensorDescriptor:
     """The same of ``[G, N, K]``, whose rows begin at multiples of 16 bytes: boxes of one matrix."""
     strides = [*matrices.stride()[:2], 1]
     for dim in (1, 0):  # of a dim of one it may be anything, but for the TMA
@@ -56,6 +58,8 @@ def matrix_descriptor(matrices: Tensor, block: tuple[int, int]) -> TensorDescrip
             strides[dim] = strides[dim + 1] * matrices.shape[dim + 1] + 15 & ~15
     box = (1, *block)
     layout = default_layout(box, matrices.dtype)
+    if not is_swizzled:
+        layout = gl.NVMMASharedLayout(0, layout.element_bitwidth, len(box))
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
 
 

@@ -123,6 +123,7 @@ def _fetch(
     stride_scale_b_column,
     BAND: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr,
     HAS_NARROW: gl.constexpr,
 ):
     """The warp that fills the ring; scales of a step come beside its operands."""
@@ -132,6 +133,8 @@ def _fetch(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
     COPIES: gl.constexpr = factors_b.shape[1]  # of a scale that all rows share
+    OF_TILES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    NUM_BYTES: gl.constexpr = OF_TILES + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
     tiles_m = gl.cdiv(num_rows, BLOCK_M)
     tiles_n = gl.cdiv(num_columns, BLOCK_N)
     steps = gl.cdiv(depth, BLOCK_K)
@@ -143,10 +146,11 @@ def _fetch(
             _unit(turn), tiles_m, tiles_n, num_matrices, num_splits, steps, BAND, HAS_NARROW
         )
         if HAS_GROUPS:
-            row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
-            of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
-            of_a += first_step.to(gl.int64) * stride_scale_a_group
-            of_a += row.to(gl.int64) * stride_scale_a_row
+            if not IS_COLUMN_MAJOR:
+                row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
+                of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
+                of_a += first_step.to(gl.int64) * stride_scale_a_group
+                of_a += row.to(gl.int64) * stride_scale_a_row
             of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
             of_b += first_step.to(gl.int64) * stride_scale_b_group
             of_b += (n * BLOCK_N // 128).to(gl.int64) * stride_scale_b_column
@@ -154,14 +158,18 @@ def _fetch(
         for step in range(first_step, end_step):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            mbarrier.expect(bar, NUM_BYTES)
             rows = a.index(stage).slice(0, BOX_M, dim=1)  # those past them are never stored
             load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, rows)
             load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
             if HAS_GROUPS:
-                copy_values(factors_a.index(stage), of_a)
+                if IS_COLUMN_MAJOR:
+                    at = [matrix, step, m * BLOCK_M]
+                    load_tile(scale_a_ptr, at, bar, factors_a.index(stage))
+                else:
+                    copy_values(factors_a.index(stage), of_a)
+                    of_a += stride_scale_a_group
                 copy_values(factors_b.index(stage), of_b)
-                of_a += stride_scale_a_group
                 of_b += stride_scale_b_group
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = _next(stage, phase, STAGES)
@@ -222,13 +230,15 @@ def _sum_in_registers(
     COLUMNS: gl.constexpr = acc.shape[1]
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     for _ in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         if HAS_GROUPS:  # pinned, so that they are loaded before the product is begun
+            of_a = view_tile(factors_a.index(stage), gl.float32, [BLOCK_M], FLAT)
             of_b = pin(factors_b.index(stage).load(OF_ROW))
-            factor = pin(factors_a.index(stage).slice(FIRST, _WAVE).load(OF_ROW))
+            factor = pin(of_a.slice(FIRST, _WAVE).load(OF_ROW))
             if HAS_TWO:
-                factor_2 = pin(factors_a.index(stage).slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
+                factor_2 = pin(of_a.slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
         rows = as_matrix(a.index(stage))
         columns = _columns_of(b, stage, COLUMNS)
         part = _product(rows.slice(FIRST, _WAVE, dim=0), columns)
@@ -468,7 +478,7 @@ def _store(
 def _scaled_mm_kernel(
     a_desc,  # fp8 [G, M, K] in boxes [1, BLOCK_M, 128], of fewer rows where there are few
     b_desc,  # fp8 [G, N, K] in boxes [1, BLOCK_N, 128]
-    scale_a_ptr,  # fp32 [G, cells of M, cells of K]
+    scale_a_ptr,  # fp32 [G, cells of M, cells of K], or [G, cells of K, M] in boxes [1, 1, BLOCK_M]
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
     out_desc,  # [S * G, M, N] in boxes [1, 64, 128 bytes]
@@ -488,6 +498,7 @@ def _scaled_mm_kernel(
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
+    IS_COLUMN_MAJOR: gl.constexpr,  # those of a, which the TMA then fetches
     IS_EXACT: gl.constexpr,
     HAS_NARROW: gl.constexpr,  # the last column of tiles is no more than half as wide as others
 ):
@@ -503,7 +514,12 @@ def _scaled_mm_kernel(
         out_desc.dtype, [GROUPS, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
     )
     of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BLOCK_N], FLAT)
-    factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
+    if IS_COLUMN_MAJOR:
+        factors_a = gl.allocate_shared_memory(
+            gl.float32, [NUM_FACTORS, 1, 1, BLOCK_M], scale_a_ptr.layout
+        )
+    else:
+        factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
     factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, _WAVE], FLAT)
     full = make_barriers(STAGES, 33 if HAS_GROUPS else 1)  # lanes of the warp, and the TMA
     empty = make_barriers(STAGES, GROUPS)
@@ -531,7 +547,7 @@ def _scaled_mm_kernel(
                     scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
                     stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
                     stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
-                    HAS_GROUPS, HAS_NARROW,
+                    HAS_GROUPS, IS_COLUMN_MAJOR, HAS_NARROW,
                 )),
             ],
             [4, 1],
@@ -552,7 +568,7 @@ def _scaled_mm_kernel(
                     scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
                     stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
                     stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
-                    HAS_GROUPS, HAS_NARROW,
+                    HAS_GROUPS, IS_COLUMN_MAJOR, HAS_NARROW,
                 )),
             ],
             [1],
@@ -656,6 +672,17 @@ def _has_narrow(num_columns: int, tiles: Tiles) -> bool:
     return is_wide and tiles.num_splits == 1 and 0 < left <= tiles.columns // 2
 
 
+def _is_column_major(scale: Tensor) -> bool:
+    """Whether those of a step are next to each other, and begin at a multiple of 16 bytes."""
+    of_matrix, of_row, of_group = scale.stride()
+    return (
+        (of_row == 1 or scale.shape[1] == 1)
+        and (of_group % 4 == 0 or scale.shape[2] == 1)
+        and (of_matrix % 4 == 0 or scale.shape[0] == 1)
+        and scale.data_ptr() % 16 == 0
+    )
+
+
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -700,18 +727,21 @@ class _Again:
         device: torch.device,
     ) -> None:
         self._multiply, self._add, self._shape, self._device = multiply, add, shape, device
-        names = {0: "a_desc", 1: "b_desc", 5: "out_desc"}
-        self._descriptors = Descriptors(multiply, {n: arguments.get(names[n]) for n in names})
+        names = {0: "a_desc", 1: "b_desc", 2: "scale_a_ptr", 5: "out_desc"}
+        given = {n: arguments.get(name) for n, name in names.items()}
+        self._descriptors = Descriptors(
+            multiply, {n: None if isinstance(x, Tensor) else x for n, x in given.items()}
+        )
 
     def __call__(self, addresses: Sequence[int | None]) -> None:
         a, b, scale_a, scale_b, _, bias, out = addresses
         at = self._descriptors.at
         if self._add is None:
-            self._multiply((*at(0, a), *at(1, b), scale_a, scale_b, bias, *at(5, out)))
+            self._multiply((*at(0, a), *at(1, b), *at(2, scale_a), scale_b, bias, *at(5, out)))
             return
         partials = torch.empty(self._shape, dtype=torch.float32, device=self._device)
         into = partials.data_ptr()
-        self._multiply((*at(0, a), *at(1, b), scale_a, scale_b, None, *at(5, into)))
+        self._multiply((*at(0, a), *at(1, b), *at(2, scale_a), scale_b, None, *at(5, into)))
         self._add((into, bias, out))
 
 
@@ -783,6 +813,10 @@ def _call(
     arguments["out_desc"] = matrix_descriptor(parts, box)
     arguments["BLOCK_M"], arguments["BAND"] = tiles.rows, 2048 // tiles.rows
     arguments["HAS_NARROW"] = _has_narrow(num_columns, tiles)
+    arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and _is_column_major(scale_a)
+    if arguments["IS_COLUMN_MAJOR"]:
+        of_steps = matrix_descriptor(scale_a.mT, (1, tiles.rows), is_swizzled=False)
+        arguments["scale_a_ptr"] = of_steps
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (min(num_units, num_sms),), arguments, options
 
