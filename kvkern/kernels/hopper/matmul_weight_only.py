@@ -113,11 +113,14 @@ def _weights(
     """64 columns of a chunk as an operand, times ``1 / _inverse_step``."""
     ROWS: gl.constexpr = words.shape[0]
     ASM: gl.constexpr = _part_asm(PART_INDEX, BITS, DTYPE == gl.bfloat16, zero is not None)
-    TWO: gl.constexpr = (gl.int16, gl.int16)
     if zero is None:
-        low, high = gl.inline_asm_elementwise(ASM, "=&r,=&r,r,r", [words], TWO, True, 2)
+        low, high = gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=2
+        )
     else:
-        low, high = gl.inline_asm_elementwise(ASM, "=&r,=&r,r,r,r", [words, zero], TWO, True, 2)
+        low, high = gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r,r,r", [words, zero], dtype=(gl.int16, gl.int16), is_pure=True, pack=2
+        )
     both = gl.join(low, high).permute([0, 2, 1]).reshape([ROWS // 8, 2, 2, 2, PART])
     ordered = both.permute([0, 3, 1, 2, 4]).reshape([ROWS, PART])  # as ``_stored_row``
     return gl.convert_layout(ordered.to(DTYPE, bitcast=True), A, assert_trivial=True)

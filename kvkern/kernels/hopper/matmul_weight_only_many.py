@@ -207,9 +207,7 @@ def _multiply(
             stage_x, phase_x = _next(stage_x, phase_x, STAGES_X)
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = _next(stage, phase, STAGES)
-    _store(
-        acc, column, scale_ptr, bias_ptr, out_ptr, num_rows, num_columns, BACK, GROUP == 0
-    )
+    _store(acc, column, scale_ptr, bias_ptr, out_ptr, num_rows, num_columns, BACK, GROUP == 0)
     if HAS_TWO:
         _store(
             acc_2, column + _WAVE, scale_ptr, bias_ptr, out_ptr, num_rows, num_columns, BACK,
