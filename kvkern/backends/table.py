@@ -50,6 +50,18 @@ class MatmulCall(NamedTuple):
     is_exact: bool
 
 
+class WeightOnlyCall(NamedTuple):
+    """What a backend of ``matmul_w8a16`` and ``matmul_w4a16`` may refuse by, beside the device."""
+
+    num_rows: int  # of x
+    group_size: int  # columns of x that share a scale; 0: all
+    has_zero: bool
+    is_aligned: bool  # x's rows and the weight begin at multiples of 16 bytes
+
+
+Call = DecodeCall | MatmulCall | WeightOnlyCall
+
+
 def _takes_any_call(call: Any) -> str | None:
     return None
 
@@ -204,6 +216,19 @@ def _hopper_matmul_refuses_call(call: MatmulCall) -> str | None:
     return None
 
 
+def _hopper_weight_only_refuses_call(call: WeightOnlyCall) -> str | None:
+    if call.num_rows <= 16:
+        return f"takes more than 16 rows, got {call.num_rows}"
+    if call.group_size == 32 or (call.group_size == 64 and call.has_zero):
+        zeros = " with zero points" if call.has_zero else ""
+        return (
+            f"takes groups of 128 columns, or 64 without zero points; got {call.group_size}{zeros}"
+        )
+    if not call.is_aligned:
+        return "takes rows of x, and a weight, that begin at multiples of 16 bytes"
+    return None
+
+
 def _deepgemm_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("deep_gemm") is None:
         return "deep_gemm is not installed"
@@ -262,6 +287,14 @@ def _row(module: str, function: str) -> tuple[Backend, ...]:
     )
 
 
+_HOPPER_WEIGHT_ONLY = Backend(
+    "hopper",
+    "kvkern.kernels.hopper.matmul_weight_only:matmul_weight_only",
+    _hopper_refuses,
+    ("cuda",),
+    _hopper_weight_only_refuses_call,
+)
+
 TABLE: dict[str, tuple[Backend, ...]] = {
     "write_kv": _row("write_kv", "write_kv"),
     "mla_decode": (
@@ -313,8 +346,8 @@ TABLE: dict[str, tuple[Backend, ...]] = {
     "quantize_int4": _row("quantize_int", "quantize_int"),
     "dequantize_int8": _row("quantize_int", "dequantize_int"),
     "dequantize_int4": _row("quantize_int", "dequantize_int"),
-    "matmul_w8a16": _row("matmul_weight_only", "matmul_weight_only"),
-    "matmul_w4a16": _row("matmul_weight_only", "matmul_weight_only"),
+    "matmul_w8a16": (_HOPPER_WEIGHT_ONLY, *_row("matmul_weight_only", "matmul_weight_only")),
+    "matmul_w4a16": (_HOPPER_WEIGHT_ONLY, *_row("matmul_weight_only", "matmul_weight_only")),
     "matmul_w8a8": _row("matmul_w8a8", "matmul_w8a8"),
 }
 
@@ -323,7 +356,7 @@ def explain(
     op: str,
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
-    call: DecodeCall | MatmulCall | None = None,
+    call: Call | None = None,
 ) -> list[tuple[str, str | None]]:
     """Each backend of ``op`` in order, with why ``"auto"`` passes it over, or None if it would not.
 
@@ -344,7 +377,7 @@ def _by_time(
     op: str,
     device: torch.device,
     dtype: torch.dtype,
-    call: DecodeCall | MatmulCall | None,
+    call: Call | None,
     rows: list[tuple[str, str | None]],
 ) -> list[tuple[str, str | None]]:
     """The same rows; where the fastest backend is known, and takes the call, with no other."""
@@ -360,7 +393,7 @@ def _reason(
     backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
-    call: DecodeCall | MatmulCall | None,
+    call: Call | None,
 ) -> str | None:
     reason = backend.refuses(device, dtype)
     return backend.refuses_call(call) if reason is None and call is not None else reason
@@ -372,7 +405,7 @@ def choose(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
-    call: DecodeCall | MatmulCall | None = None,
+    call: Call | None = None,
 ) -> Callable[..., Any]:
     """The implementation that runs; remembered per argument, so a call costs one lookup.
 
