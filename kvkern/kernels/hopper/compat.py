@@ -20,6 +20,7 @@ GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float32: gl.float32,
+    torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
 }
