@@ -646,17 +646,20 @@ def choose_tiles(
 def _choose_few(num_rows: int, count: int, steps: int, num_sms: int, can_split: bool) -> Tiles:
     """``count`` tiles of 64 columns; K is cut into as many parts as give each SM one.
 
-    With more than 16 rows many steps are better fetched by a warp of their own.
+    With more than 16 rows a step takes longer than its bytes: up to 32 steps are shared by two
+    programs an SM, more are better fetched by a warp of their own.
     """
-    num_splits = 1
-    if can_split:
-        num_splits = max(min(round(num_sms / count), steps // 4, MOST_SPLITS), 1)
-    steps = triton.cdiv(steps, num_splits)
-    if num_rows > 16 and steps > 32:
+    num_splits = max(round(num_sms / count), 1) if can_split else 1
+    is_few = num_rows <= 16 or steps <= 32 * num_splits
+    if can_split and is_few and num_rows > 16:
+        num_splits = max(num_splits, min(steps // 14, 2 * num_sms // count))
+    num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
+    if not is_few:
         return Tiles(64, 64, num_splits, min(_most_stages(64, 64, _SHARED_BYTES), 8))
-    programs = min(triton.cdiv(count * num_splits, num_sms), 3)  # that an SM has at a time
+    programs = min(triton.cdiv(count * num_splits, num_sms), 4)  # that an SM has at a time
     rows = power_of_two(max(num_rows, 8))
     most = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
+    steps = triton.cdiv(steps, num_splits)
     return Tiles(64, 64, num_splits, min(most, 10, steps), is_few=True)
 
 
