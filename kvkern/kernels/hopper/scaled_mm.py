@@ -874,30 +874,55 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Each kind of sum, both dtypes of an operand, tiles of each size, split and not."""
     if capability != 90:
         return
-    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    for label, num_rows, cell_a, is_exact, dtypes, has_bias in (
-        ("fast", 4096, (1, 0), False, (e4m3, e4m3, bf16), False),
-        ("exact", 4096, (1, 0), True, (e4m3, e4m3, bf16), True),
-        ("groups", 4096, (1, 128), True, (e4m3, e4m3, bf16), False),
-        ("groups", 4096, (1, 128), True, (e5m2, e4m3, fp32), True),
-        ("fast", 16, (1, 0), False, (e4m3, e5m2, fp16), True),
-        ("exact", 128, (1, 0), True, (e4m3, e4m3, fp16), False),
-        ("groups", 128, (1, 128), True, (e4m3, e4m3, bf16), False),
-    ):
-        for num_columns in (4096, 24576):
-            a = torch.empty(1, num_rows, 7168, dtype=dtypes[0], device="meta")
-            b = torch.empty(1, num_columns, 7168, dtype=dtypes[1], device="meta").mT
-            out = torch.empty(1, num_rows, num_columns, dtype=dtypes[2], device="meta")
-            scale_a = torch.empty(1, num_rows, 56 if cell_a[1] else 1, device="meta")
-            scale_b = torch.empty(1, 56 if cell_a[1] else 1, num_columns, device="meta")
-            bias = torch.empty(1, num_columns, dtype=bf16, device="meta") if has_bias else None
-            tiles = _tiles_for(a, b, cell_a, is_exact, 132)
-            into = _place_for(out, tiles)
-            _, arguments, options = _call(
-                a, b, scale_a, scale_b, cell_a, bias if into is out else None, is_exact, into,
-                tiles, 132,
-            )  # fmt: skip
-            name = f"{label}-M{num_rows}-N{num_columns}-{dtypes[2]}".replace("torch.", "")
-            kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
-            yield config_of_call(kernel, name, arguments, options, **_BUDGET)
+    fp16, fp32 = torch.float16, torch.float32
+    calls: list[tuple[str, int, int, int, dict[str, Any]]] = [
+        ("fast", 4096, 4096, 7168, {}),
+        ("fast-narrow", 4096, 2112, 7168, {}),
+        ("fast-short", 4096, 24576, 512, {}),
+        ("fast", 16, 4096, 7168, {"a_dtype": torch.float8_e5m2, "dtype": fp16, "has_bias": True}),
+        ("exact", 4096, 4096, 7168, {"is_exact": True, "has_bias": True}),
+        ("exact", 128, 4096, 7168, {"is_exact": True, "dtype": fp16}),
+        ("groups", 4096, 4096, 7168, {"of_groups": "column"}),
+        ("groups-short", 4096, 24576, 1536, {"of_groups": "column"}),
+        ("groups-narrow", 4096, 2112, 7168, {"of_groups": "row"}),
+        ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),
+        ("groups", 128, 24576, 1536, {"of_groups": "row"}),
+        ("groups", 64, 24576, 1536, {"of_groups": "row"}),
+        ("groups-long", 64, 7168, 16384, {"of_groups": "row"}),
+    ]
+    for label, num_rows, num_columns, depth, options in calls:
+        yield _shipped(label, num_rows, num_columns, depth, **options)
+
+
+def _shipped(
+    label: str,
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    a_dtype: torch.dtype = torch.float8_e4m3fn,
+    is_exact: bool = False,
+    of_groups: str = "",  # whether scales are of groups, and what is next to each other
+    has_bias: bool = False,
+) -> KernelConfig:
+    """One call on tensors without memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(1, *shape, dtype=dtype, device="meta")
+
+    a = empty(num_rows, depth, dtype=a_dtype)
+    b = empty(num_columns, depth, dtype=torch.float8_e4m3fn).mT
+    out = empty(num_rows, num_columns, dtype=dtype)
+    steps = depth // 128 if of_groups else 1
+    scale_a = empty(steps, num_rows).mT if of_groups == "column" else empty(num_rows, steps)
+    scale_b = empty(steps, num_columns)
+    bias = empty(num_columns, dtype=torch.bfloat16) if has_bias else None
+    cell_a, is_exact = (1, 128 if of_groups else 0), is_exact or bool(of_groups)
+    tiles = _tiles_for(a, b, cell_a, is_exact, 132)
+    into = _place_for(out, tiles)
+    _, arguments, options = _call(
+        a, b, scale_a, scale_b, cell_a, bias if into is out else None, is_exact, into, tiles, 132
+    )
+    kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
+    return config_of_call(kernel, f"{label}-M{num_rows}", arguments, options, **_BUDGET)
