@@ -337,12 +337,15 @@ def _scale_at(
     """Where the scales of a chunk lie, ``[rows or 1, cells, 1]``, and which are there."""
     SCALES_K: tl.constexpr = (NUM_COLUMNS + 127) // 128
     row = rows_from(first_row, ROWS)
-    cell = first_column // 128 + tl.arange(0, _cells_of(COLUMNS, CELL))[None, :, None]
-    along_row = cell.to(tl.int64) * stride_column
+    first_cell = first_column // 128
+    offs_cell = tl.arange(0, _cells_of(COLUMNS, CELL))[None, :, None]
+    cell = first_cell + offs_cell
+    # the first cell apart: the rest is the same for all chunks, and this for all threads
+    first, offs_k = first_cell.to(tl.int64) * stride_column, offs_cell.to(tl.int64) * stride_column
     if CELL == "group":
-        return row * stride_row + along_row, (row < num_rows) & (cell < SCALES_K)
+        return row * stride_row + offs_k + first, (row < num_rows) & (cell < SCALES_K)
     elif CELL == "block":  # a tile's rows are in one
-        return first_row // 128 * stride_row + along_row, cell < SCALES_K
+        return first_row // 128 * stride_row + offs_k + first, cell < SCALES_K
     elif CELL == "row":
         return row, row < num_rows
     else:
