@@ -51,6 +51,9 @@ SHARED_MODULES = {  # of several ops, or of one and what undoes it
 }
 
 
+HOPPER_OPS = ("mla_absorb", "mla_decode", "scaled_mm", "matmul_w8a16", "matmul_w4a16")
+
+
 def module_of(op):
     return SHARED_MODULES.get(op, op)
 
@@ -67,7 +70,7 @@ def test_auto_on_the_cpu_is_the_reference(op, interpret):
 @pytest.mark.parametrize("op", TABLE)
 def test_auto_on_a_card_is_never_the_reference(op, card):
     card(9, 0)
-    hopper = "hopper." if op in ("mla_absorb", "mla_decode", "scaled_mm") else ""
+    hopper = "hopper." if op in HOPPER_OPS else ""
     assert choose(op, "auto", CUDA, BF16).__module__ == f"kvkern.kernels.{hopper}{module_of(op)}"
     card(8, 0)
     assert choose(op, "auto", CUDA, BF16).__module__ == f"kvkern.kernels.{module_of(op)}"

@@ -66,7 +66,16 @@ class AbsorbCall(NamedTuple):
     out_is_aligned: bool
 
 
-AnyCall = AbsorbCall | DecodeCall | MatmulCall
+class WeightOnlyCall(NamedTuple):
+    """What a backend of ``matmul_w8a16`` and ``matmul_w4a16`` may refuse by, beside the device."""
+
+    num_rows: int  # of x
+    group_size: int  # columns of x that share a scale; 0: all
+    has_zero: bool
+    is_aligned: bool  # x's rows and the weight begin at multiples of 16 bytes
+
+
+AnyCall = AbsorbCall | DecodeCall | MatmulCall | WeightOnlyCall
 
 
 def _takes_any_call(call: Any) -> str | None:
@@ -255,6 +264,19 @@ def _hopper_absorb_yields_call(call: AbsorbCall) -> str | None:
     return None
 
 
+def _hopper_weight_only_refuses_call(call: WeightOnlyCall) -> str | None:
+    if call.num_rows <= 16:
+        return f"takes more than 16 rows, got {call.num_rows}"
+    if call.group_size == 32 or (call.group_size == 64 and call.has_zero):
+        zeros = " with zero points" if call.has_zero else ""
+        return (
+            f"takes groups of 128 columns, or 64 without zero points; got {call.group_size}{zeros}"
+        )
+    if not call.is_aligned:
+        return "takes rows of x, and a weight, that begin at multiples of 16 bytes"
+    return None
+
+
 def _deepgemm_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("deep_gemm") is None:
         return "deep_gemm is not installed"
@@ -312,6 +334,14 @@ def _row(module: str, function: str) -> tuple[Backend, ...]:
         Backend("reference", f"kvkern.reference.{module}:{function}", _never_refuses, ("cpu",)),
     )
 
+
+_HOPPER_WEIGHT_ONLY = Backend(
+    "hopper",
+    "kvkern.kernels.hopper.matmul_weight_only:matmul_weight_only",
+    _hopper_refuses,
+    ("cuda",),
+    _hopper_weight_only_refuses_call,
+)
 
 TABLE: dict[str, tuple[Backend, ...]] = {
     "write_kv": _row("write_kv", "write_kv"),
@@ -374,8 +404,8 @@ TABLE: dict[str, tuple[Backend, ...]] = {
     "quantize_int4": _row("quantize_int", "quantize_int"),
     "dequantize_int8": _row("quantize_int", "dequantize_int"),
     "dequantize_int4": _row("quantize_int", "dequantize_int"),
-    "matmul_w8a16": _row("matmul_weight_only", "matmul_weight_only"),
-    "matmul_w4a16": _row("matmul_weight_only", "matmul_weight_only"),
+    "matmul_w8a16": (_HOPPER_WEIGHT_ONLY, *_row("matmul_weight_only", "matmul_weight_only")),
+    "matmul_w4a16": (_HOPPER_WEIGHT_ONLY, *_row("matmul_weight_only", "matmul_weight_only")),
     "matmul_w8a8": _row("matmul_w8a8", "matmul_w8a8"),
 }
 

@@ -1,13 +1,15 @@
 """Weights in 8 and 4 bits: quantisers, and products with 16-bit or 8-bit activations."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkern.backends import choose
+from kvkern.backends import WeightOnlyCall, choose
 from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
+from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS, Sizes, as_rows
 
 _CHUNK_BYTES = 128  # of a row: 32 words of 32 bits
@@ -190,10 +192,7 @@ def matmul_w8a16(
 
     Source: arXiv:2208.07339, section 2 (scales of output columns).
     """
-    num_columns = _match_int8(weight)
-    return _matmul(
-        "matmul_w8a16", x, weight, num_columns, weight.num_columns, bias, out_dtype, out, backend
-    )
+    return _matmul_a16("matmul_w8a16", _match_int8, x, weight, bias, out_dtype, out, backend)
 
 
 def matmul_w4a16(
@@ -229,10 +228,7 @@ def matmul_w4a16(
 
     Source: arXiv:2408.11743, section 3 (weights in 4 bits, activations in 16).
     """
-    num_columns = _match_int4(weight)
-    return _matmul(
-        "matmul_w4a16", x, weight, num_columns, weight.group_size, bias, out_dtype, out, backend
-    )
+    return _matmul_a16("matmul_w4a16", _match_int4, x, weight, bias, out_dtype, out, backend)
 
 
 def matmul_w8a8(
@@ -360,6 +356,40 @@ def _dequantize(
     return out
 
 
+def _matmul_a16(
+    op: str,
+    match: Callable[[Any], int],  # checks the weight, and says how many rows it has
+    x: Tensor,
+    weight: QuantizedInt8 | QuantizedInt4,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """A call like one before is repeated as that was."""
+    try:
+        addresses, kinds = addresses_and_kinds(
+            (x, weight.values, weight.scale, weight.zero, bias, out)
+        )
+        key: Any = (op, type(weight), weight[3:], out_dtype, backend, *kinds)
+    except AttributeError:  # not all are what they should be: the checks say which
+        key = None
+    again = _KNOWN.get(key)
+    if again is None:
+        num_columns = match(weight)
+        group_size = getattr(weight, "group_size", weight.num_columns)
+        return _matmul(op, x, weight, num_columns, group_size, bias, out_dtype, out, backend, key)
+    if out is None:
+        shape, dtype = (*x.shape[:-1], weight.scale.shape[1]), out_dtype or x.dtype
+        out = torch.empty(shape, dtype=dtype, device=x.device)
+        addresses[-1] = out.data_ptr()
+    again(addresses)
+    return out
+
+
+_KNOWN = KnownCalls(most=16_384)
+
+
 def _matmul(
     op: str,
     x: Tensor,
@@ -370,8 +400,9 @@ def _matmul(
     out_dtype: torch.dtype | None,
     out: Tensor | None,
     backend: str,
+    key: Any = None,
 ) -> Tensor:
-    """``group_size``: of the op's implementations, unless None."""
+    """``group_size``: of products of 16 bits, or None; ``key``: what to remember the call by."""
     if x.dim() == 0:
         raise ShapeMismatchError("x: want [..., K], got []")
     lead = {f"D{number}": size for number, size in enumerate(x.shape[:-1])}
@@ -386,7 +417,8 @@ def _matmul(
         out = torch.empty(*x.shape[:-1], num_columns, dtype=out_dtype, device=x.device)
     else:
         sizes.match("out", out, " ".join((*lead, "N")), out_dtype)
-    run = choose(op, backend, x.device, x.dtype)
+    call = None if group_size is None or x.numel() == 0 else _call_of(x, weight, group_size)
+    run = choose(op, backend, x.device, x.dtype, call)
     if out.numel() == 0:
         return out
     rows = out.view(-1, num_columns)
@@ -394,5 +426,17 @@ def _matmul(
         rows.copy_(torch.zeros_like(rows) if bias is None else bias.expand_as(rows))
         return out
     group = () if group_size is None else (group_size,)
-    run(as_rows("x", x), weight.values, weight.scale, weight.zero, bias, *group, rows)
+    again = run(as_rows("x", x), weight.values, weight.scale, weight.zero, bias, *group, rows)
+    _KNOWN.remember(key, again)
     return out
+
+
+def _call_of(x: Tensor, weight: QuantizedInt8 | QuantizedInt4, group_size: int) -> WeightOnlyCall:
+    rows = as_rows("x", x)
+    stride = rows.stride(0) * rows.element_size()
+    return WeightOnlyCall(
+        num_rows=rows.shape[0],
+        group_size=group_size if group_size < weight.num_columns else 0,
+        has_zero=weight.zero is not None,
+        is_aligned=not (rows.data_ptr() | stride | weight.values.data_ptr()) & 15,
+    )

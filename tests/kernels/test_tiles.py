@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvkern.kernels import matmul_weight_only, mla_decode, mla_prefill, write_kv
 from kvkern.kernels.device import INTERPRETED, Gpu
+from kvkern.kernels.hopper import matmul_weight_only_many
 from kvkern.kernels.hopper import scaled_mm as hopper_scaled_mm
 from kvkern.kernels.packed_ints import chunk_columns
 from kvkern.kernels.paging import power_of_two
@@ -170,6 +171,40 @@ def test_weight_only_products_of_few_rows_fill_the_card():
     assert many.num_splits == 1 and many.rows == 128
 
 
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 0), (4, 0), (4, 64), (4, 128)])
+def test_hopper_weight_only_tiles_fit_an_sm_and_splits_have_work(bits, group_size):
+    gpu = Gpu(90, 132)
+    for num_rows, num_columns, depth, has_zero in itertools.product(
+        [17, 32, 33, 64, 65, 128, 129, 4096], [1, 4096, 8192], [1, 256, 11008], [True, False]
+    ):
+        size = group_size or depth
+        rows, num_splits, stages_x = matmul_weight_only_many.choose_tiles(
+            num_rows, num_columns, depth, bits, size, has_zero, gpu
+        )
+        assert rows in (32, 64, 128) and (rows == 128 or rows < 2 * num_rows)
+        num_chunks = -(-depth // chunk_columns(bits))
+        assert 1 <= num_splits <= MOST_SPLITS
+        assert (num_splits - 1) * -(-num_chunks // num_splits) < num_chunks
+        scales = chunk_columns(bits) // size * 128 * 4 if size < depth else 0
+        of_words = 3 * (128 * 128 + scales * (1 + has_zero))
+        of_tokens, staged = stages_x * rows * 128, 2 * 64 * rows * 4
+        assert stages_x >= 3 and of_words + of_tokens + staged < 232_448
+
+
+def test_hopper_weight_only_products_fill_the_card_once():
+    gpu = Gpu(90, 132)
+    for num_rows, (num_columns, depth), (bits, group_size) in itertools.product(
+        [32, 64, 128], [(4096, 11008), (8192, 8192)], [(8, 11008), (4, 128)]
+    ):
+        tiles = matmul_weight_only_many.choose_tiles(
+            num_rows, num_columns, depth, bits, group_size, False, gpu
+        )
+        assert 0.9 * 132 < num_columns / 128 * tiles.num_splits <= 132
+    for num_rows in (512, 4096):
+        tiles = matmul_weight_only_many.choose_tiles(num_rows, 8192, 8192, 4, 128, False, gpu)
+        assert tiles.num_splits == 1
+
+
 @pytest.mark.parametrize("in_tensor_core", [True, False])
 def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(in_tensor_core):
     layers = [(2112, 7168), (24576, 1536), (7168, 16384), (512, 128), (8, 16)]
@@ -189,7 +224,7 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
         if is_few:
             in_ring = power_of_two(max(num_rows, 8))
             count = -(-num_columns // 64) * num_matrices * num_splits
-            programs = min(-(-count // 132), 3)
+            programs = min(-(-count // 132), 4)
             assert 1 <= stages <= -(-steps // num_splits)
         else:
             in_ring, programs = rows, 1

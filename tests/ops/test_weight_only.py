@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: the reference's bytes, errors as theory has them, products by budget."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -16,6 +17,8 @@ from kvkern import (
     quantize_int4,
     quantize_int8,
 )
+from kvkern.backends import TABLE, WeightOnlyCall
+from kvkern.ops import weight_only
 from kvkern.reference.quantize_int import pack, unpack
 from kvkern.testing.budget import assert_within_budget
 
@@ -417,8 +420,161 @@ def test_weights_past_two_to_the_31_elements(name):
     assert (out == out[0, 0]).all()
 
 
-X, W8 = torch.zeros(4, 256, dtype=BF16), quantize_int8(torch.ones(8, 256), backend="reference")
+W8 = quantize_int8(torch.ones(8, 256), backend="reference")
 W4 = quantize_int4(torch.ones(8, 256), backend="reference")
+CALL = WeightOnlyCall(num_rows=17, group_size=128, has_zero=True, is_aligned=True)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"num_rows": 16}, "takes more than 16 rows, got 16"),
+        ({"group_size": 32, "has_zero": False}, "takes groups of 128 columns, .*; got 32$"),
+        ({"group_size": 64}, "or 64 without zero points; got 64 with zero points"),
+        ({"is_aligned": False}, "takes rows of x, and a weight, that begin at multiples of 16"),
+    ],
+)
+def test_call_that_hopper_does_not_take_is_refused_with_the_reason(change, reason):
+    (hopper,) = (row for row in TABLE["matmul_w4a16"] if row.name == "hopper")
+    assert hopper.refuses_call(CALL) is None
+    assert hopper.refuses_call(CALL._replace(group_size=64, has_zero=False)) is None
+    assert hopper.refuses_call(CALL._replace(group_size=0)) is None
+    assert re.search(reason, hopper.refuses_call(CALL._replace(**change)))
+
+
+@pytest.mark.parametrize(
+    "x, call",
+    [
+        (torch.zeros(3, 6, 256, dtype=BF16), (18, 128, False, True)),
+        (torch.zeros(4, 264, dtype=BF16)[:, :256], (4, 128, False, True)),
+        (torch.zeros(4, 260, dtype=BF16)[:, :256], (4, 128, False, False)),
+        (torch.zeros(4, 264, dtype=BF16)[:, 4:260], (4, 128, False, False)),
+    ],
+)
+def test_backends_are_told_of_the_call(x, call, monkeypatch):
+    told = []
+
+    def choose(op, backend, device, dtype, call):
+        told.append(call)
+        return lambda *arguments: None
+
+    monkeypatch.setattr(weight_only, "choose", choose)
+    matmul_w4a16(x, W4)
+    matmul_w8a16(x, W8._replace(zero=torch.zeros_like(W8.scale)))
+    assert told == [call, (call[0], 0, True, call[3])]
+
+
+@pytest.mark.parametrize("name", ["w8a16", "w4a16"])
+def test_call_like_one_before_is_repeated_with_its_own_addresses(name, monkeypatch):
+    """And one that differs in anything but addresses is checked as the first was."""
+    runs, repeats = [], []
+
+    def run(*arguments):
+        runs.append(arguments)
+        return lambda addresses: repeats.append(addresses)
+
+    monkeypatch.setattr(weight_only, "choose", lambda *_: run)
+    monkeypatch.setattr(weight_only, "_KNOWN", type(weight_only._KNOWN)(most=9))
+    weight, matmul = (W8, matmul_w8a16) if name == "w8a16" else (W4, matmul_w4a16)
+    x, bias = torch.zeros(20, 256, dtype=BF16), torch.zeros(8)
+    first = matmul(x, weight, bias=bias)
+    other = weight._replace(values=weight.values.clone(), scale=weight.scale.clone())
+    others = (torch.ones(20, 256, dtype=BF16), other.values, other.scale, None, torch.ones(8))
+    out = matmul(others[0], other, bias=others[4])
+    assert len(runs) == 1 and out.shape == first.shape and out.dtype == first.dtype
+    assert repeats == [[x if x is None else x.data_ptr() for x in (*others, out)]]
+    matmul(x[:19], weight, bias=bias)
+    matmul(x, weight, bias=bias.to(BF16))
+    matmul(x, weight, bias=bias, out_dtype=FP32)
+    assert len(runs) == 4 and len(repeats) == 1
+    with pytest.raises(kvkern.ShapeMismatchError):
+        matmul(x, weight, bias=torch.zeros(9))
+
+
+def is_hopper():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a card of compute capability 9.0")
+HOPPER = [name for name in QUANTISERS if name != "w4 g32 zero"]
+every_of_hoppers = pytest.mark.parametrize("name", HOPPER)
+
+
+@pytest.mark.gpu
+@on_hopper
+@every_of_hoppers
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("num_rows", [17, 33, 127, 129, 600])
+def test_hopper_product_matches_fp64_and_repeats(name, dtype, num_rows):
+    """Tiles of each size, with some left over; N that ends in a tile; K in a chunk; and splits."""
+    quantize, dequantize, matmul = QUANTISERS[name]
+    for num_columns, depth in ((131, 392), (264, 4104)):
+        weight = quantize(randn(num_columns, depth, device="cuda", mean=0.1))
+        x = randn(num_rows, depth, dtype=dtype, device="cuda", mean=0.3)
+        bias = randn(num_columns, device="cuda")
+        exact = exact_product(x, dequantize(weight, dtype=FP32), bias)
+        for out_dtype in (dtype, FP32):
+            options = {"bias": bias, "out_dtype": out_dtype}
+            rounded = matmul(x, weight, **options, backend="reference")
+            got = matmul(x, weight, **options, backend="hopper")
+            eps_of = dtype if out_dtype == dtype else FP16
+            assert_within_budget(got, exact, rounded, eps_of=eps_of)
+            assert torch.equal(got, matmul(x, weight, **options, backend="hopper"))
+
+
+@pytest.mark.gpu
+@on_hopper
+@every_of_hoppers
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_hopper_takes_every_weight_to_its_place(name, dtype):
+    """Rows of the unit matrix pick out columns of the weight, whose numbers are exact."""
+    quantize, dequantize, matmul = QUANTISERS[name]
+    weight = quantize(randn(200, 520, device="cuda", mean=0.1))
+    got = matmul(
+        torch.eye(520, dtype=dtype, device="cuda"), weight, out_dtype=FP32, backend="hopper"
+    )
+    assert torch.equal(got, dequantize(weight, dtype=FP32).T)
+
+
+@pytest.mark.gpu
+@on_hopper
+@every_of_hoppers
+def test_hopper_reads_new_numbers_in_repeats_and_graphs(name):
+    quantize, _, matmul = QUANTISERS[name]
+    sets = [
+        (quantize(randn(512, 2048, device="cuda")), randn(64, 2048, dtype=BF16, device="cuda"))
+        for _ in range(3)
+    ]
+    wanted = [matmul(x, weight, backend="triton") for weight, x in sets]
+    for (weight, x), want in zip(sets, wanted, strict=True):
+        torch.testing.assert_close(matmul(x, weight, backend="hopper"), want, rtol=0.02, atol=0.1)
+    weight, x = sets[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = matmul(x, weight, backend="hopper")
+    x.copy_(sets[1][1])
+    graph.replay()
+    assert torch.equal(out, matmul(x, weight, backend="hopper"))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", ["w8a16", "w4a16"])
+def test_hopper_compiles_nothing_for_more_rows_of_a_size(name):
+    from kvkern.kernels.hopper.matmul_weight_only_many import _many_kernel
+
+    quantize, matmul = MATMULS[name]
+    weight = quantize(randn(512, 4096, device="cuda"))
+
+    def run(*sizes):
+        for size in sizes:
+            matmul(randn(size, 4096, dtype=BF16, device="cuda"), weight, backend="hopper")
+        return sum(len(cache[0]) for cache in _many_kernel.device_caches.values())
+
+    assert run(17, 33, 128) == run(18, 32, 63, 64, 65, 100, 127)
+
+
+X = torch.zeros(4, 256, dtype=BF16)
 MISTAKES = {
     "a vector to quantise": (
         lambda: quantize_int8(torch.ones(8)),

@@ -20,6 +20,7 @@ GLUON_TYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float32: gl.float32,
+    torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
 }
@@ -44,22 +45,26 @@ def as_matrix(tile):
 
 def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """What the TMA needs to know to fetch blocks of ``rows`` ``[N, K]``; outside them are zeros."""
-    layout = default_layout(block, rows.dtype)
+    layout = _default_layout(block, rows.dtype)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(block), layout)
 
 
-def matrix_descriptor(matrices: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+def matrix_descriptor(
+    matrices: Tensor, block: tuple[int, int], *, is_swizzled: bool = True
+) -> TensorDescriptor:
     """The same of ``[G, N, K]``, whose rows begin at multiples of 16 bytes: boxes of one matrix."""
     strides = [*matrices.stride()[:2], 1]
     for dim in (1, 0):  # of a dim of one it may be anything, but for the TMA
         if matrices.shape[dim] == 1:
             strides[dim] = strides[dim + 1] * matrices.shape[dim + 1] + 15 & ~15
     box = (1, *block)
-    layout = default_layout(box, matrices.dtype)
+    layout = _default_layout(box, matrices.dtype)
+    if not is_swizzled:
+        layout = gl.NVMMASharedLayout(0, layout.element_bitwidth, len(box))
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
 
 
 @lru_cache
-def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """A tile's in shared memory; remembered, as to find it takes longer than the rest does."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

@@ -123,6 +123,7 @@ def _fetch(
     stride_scale_b_column,
     BAND: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr,
     HAS_NARROW: gl.constexpr,
 ):
     """The warp that fills the ring; scales of a step come beside its operands."""
@@ -132,6 +133,8 @@ def _fetch(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
     COPIES: gl.constexpr = factors_b.shape[1]  # of a scale that all rows share
+    OF_TILES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    NUM_BYTES: gl.constexpr = OF_TILES + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
     tiles_m = gl.cdiv(num_rows, BLOCK_M)
     tiles_n = gl.cdiv(num_columns, BLOCK_N)
     steps = gl.cdiv(depth, BLOCK_K)
@@ -143,10 +146,11 @@ def _fetch(
             _unit(turn), tiles_m, tiles_n, num_matrices, num_splits, steps, BAND, HAS_NARROW
         )
         if HAS_GROUPS:
-            row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
-            of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
-            of_a += first_step.to(gl.int64) * stride_scale_a_group
-            of_a += row.to(gl.int64) * stride_scale_a_row
+            if not IS_COLUMN_MAJOR:
+                row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
+                of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
+                of_a += first_step.to(gl.int64) * stride_scale_a_group
+                of_a += row.to(gl.int64) * stride_scale_a_row
             of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
             of_b += first_step.to(gl.int64) * stride_scale_b_group
             of_b += (n * BLOCK_N // 128).to(gl.int64) * stride_scale_b_column
@@ -154,14 +158,18 @@ def _fetch(
         for step in range(first_step, end_step):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            mbarrier.expect(bar, NUM_BYTES)
             rows = a.index(stage).slice(0, BOX_M, dim=1)  # those past them are never stored
             load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, rows)
             load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
             if HAS_GROUPS:
-                copy_values(factors_a.index(stage), of_a)
+                if IS_COLUMN_MAJOR:
+                    at = [matrix, step, m * BLOCK_M]
+                    load_tile(scale_a_ptr, at, bar, factors_a.index(stage))
+                else:
+                    copy_values(factors_a.index(stage), of_a)
+                    of_a += stride_scale_a_group
                 copy_values(factors_b.index(stage), of_b)
-                of_a += stride_scale_a_group
                 of_b += stride_scale_b_group
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = _next(stage, phase, STAGES)
@@ -222,13 +230,15 @@ def _sum_in_registers(
     COLUMNS: gl.constexpr = acc.shape[1]
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     for _ in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         if HAS_GROUPS:  # pinned, so that they are loaded before the product is begun
-            of_b = pin(factors_b.index(stage).load(OF_ROW))
-            factor = pin(factors_a.index(stage).slice(FIRST, _WAVE).load(OF_ROW))
+            of_a = view_tile(factors_a.index(stage), gl.float32, [BLOCK_M], FLAT)
+            of_b = pin(factors_b.index(stage).slice(0, 1).load(OF_ROW))
+            factor = pin(of_a.slice(FIRST, _WAVE).load(OF_ROW))
             if HAS_TWO:
-                factor_2 = pin(factors_a.index(stage).slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
+                factor_2 = pin(of_a.slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
         rows = as_matrix(a.index(stage))
         columns = _columns_of(b, stage, COLUMNS)
         part = _product(rows.slice(FIRST, _WAVE, dim=0), columns)
@@ -373,6 +383,7 @@ def _make_tile(
     FIRST: gl.constexpr = which * BLOCK_M // 2
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     HAS_BIAS: gl.constexpr = bias_ptr is not None
+    BOXES: gl.constexpr = staged.shape[0] // (1 if BLOCK_M == _WAVE else 2)
     # what the end of a tile wants is under way while its products are made
     column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
     if not HAS_GROUPS:
@@ -406,12 +417,13 @@ def _make_tile(
     if HAS_BIAS:
         of_columns.index(2 * which + 1).store(bias)
     _store(
-        acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, HAS_GROUPS, HAS_BIAS
-    )
+        acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, 0, BOXES,
+        HAS_GROUPS, HAS_BIAS,
+    )  # fmt: skip
     if HAS_TWO:
         _store(
-            acc_2, staged, of_columns, out_desc, into, row + _WAVE, n * BLOCK_N, which, 0,
-            HAS_GROUPS, HAS_BIAS,
+            acc_2, staged, of_columns, out_desc, into, row + _WAVE, n * BLOCK_N, which,
+            COLUMNS // staged.shape[3], 0, BOXES, HAS_GROUPS, HAS_BIAS,
         )  # fmt: skip
     return stage, phase
 
@@ -432,22 +444,28 @@ def _store(
     row,
     column,
     WHICH: gl.constexpr,
+    NUMBER: gl.constexpr,  # of boxes of the tile before
     OFFSET: gl.constexpr,  # of the first column in the tile
+    BOXES: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    """Scale columns, add the bias, round and store, by as many columns as a box has."""
+    """Scale columns, add the bias, round and store, by as many columns as a box has.
+
+    A warpgroup's boxes take turns in what it has of ``staged``; of a tile they are a multiple.
+    """
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-    if COLUMNS > staged.shape[2]:
+    if COLUMNS > staged.shape[3]:
         left, right = acc.reshape([_WAVE, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
         _store(
-            left, staged, of_columns, out_desc, into, row, column, WHICH, OFFSET, HAS_GROUPS,
-            HAS_BIAS,
+            left, staged, of_columns, out_desc, into, row, column, WHICH, NUMBER, OFFSET, BOXES,
+            HAS_GROUPS, HAS_BIAS,
         )  # fmt: skip
         _store(
-            right, staged, of_columns, out_desc, into, row, column, WHICH, OFFSET + COLUMNS // 2,
-            HAS_GROUPS, HAS_BIAS,
+            right, staged, of_columns, out_desc, into, row, column, WHICH,
+            NUMBER + COLUMNS // 2 // staged.shape[3], OFFSET + COLUMNS // 2, BOXES, HAS_GROUPS,
+            HAS_BIAS,
         )  # fmt: skip
     else:
         if not HAS_GROUPS:
@@ -456,19 +474,20 @@ def _store(
         if HAS_BIAS:
             bias = of_columns.index(2 * WHICH + 1).slice(OFFSET, COLUMNS).load(OF_COLUMN)
             acc += gl.expand_dims(bias, 0)
-        tma.store_wait(0)  # what was staged before has been read
+        tma.store_wait(BOXES - 1)  # what was staged there before has been read
+        box = staged.index(WHICH * BOXES + NUMBER % BOXES)
         SWIZZLE: gl.constexpr = out_desc.layout.swizzle_byte_width
         FLAT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, staged.dtype.primitive_bitwidth, 2)
-        view_tile(staged, staged.dtype, [_WAVE, COLUMNS], FLAT).store(acc.to(staged.dtype))
+        view_tile(box, box.dtype, [_WAVE, COLUMNS], FLAT).store(acc.to(box.dtype))
         fence_async_shared()
-        store_tile(out_desc, [into, row, column + OFFSET], staged)
+        store_tile(out_desc, [into, row, column + OFFSET], box)
 
 
 @gluon.jit(do_not_specialize=OF_A_STEP)
 def _scaled_mm_kernel(
     a_desc,  # fp8 [G, M, K] in boxes [1, BLOCK_M, 128], of fewer rows where there are few
     b_desc,  # fp8 [G, N, K] in boxes [1, BLOCK_N, 128]
-    scale_a_ptr,  # fp32 [G, cells of M, cells of K]
+    scale_a_ptr,  # fp32 [G, cells of M, cells of K], or [G, cells of K, M] in boxes [1, 1, BLOCK_M]
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
     out_desc,  # [S * G, M, N] in boxes [1, 64, 128 bytes]
@@ -487,7 +506,9 @@ def _scaled_mm_kernel(
     BLOCK_M: gl.constexpr,  # 64, or 128 or 256 for two warpgroups
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
+    BOXES: gl.constexpr,  # of a warpgroup's results that are on their way out
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
+    IS_COLUMN_MAJOR: gl.constexpr,  # those of a, which the TMA then fetches
     IS_EXACT: gl.constexpr,
     HAS_NARROW: gl.constexpr,  # the last column of tiles is no more than half as wide as others
 ):
@@ -500,11 +521,17 @@ def _scaled_mm_kernel(
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[1]
     GROUPS: gl.constexpr = 1 if BLOCK_M == _WAVE else 2  # of warps that multiply
     staged = gl.allocate_shared_memory(
-        out_desc.dtype, [GROUPS, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
+        out_desc.dtype, [GROUPS * BOXES, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
     )
-    of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BLOCK_N], FLAT)
-    factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
-    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, _WAVE], FLAT)
+    OF_COLUMNS: gl.constexpr = 1 if HAS_GROUPS and bias_ptr is None else BLOCK_N
+    of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, OF_COLUMNS], FLAT)
+    if IS_COLUMN_MAJOR:
+        factors_a = gl.allocate_shared_memory(
+            gl.float32, [NUM_FACTORS, 1, 1, BLOCK_M], scale_a_ptr.layout
+        )
+    else:
+        factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
+    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, 32], FLAT)
     full = make_barriers(STAGES, 33 if HAS_GROUPS else 1)  # lanes of the warp, and the TMA
     empty = make_barriers(STAGES, GROUPS)
     fence_async_shared()
@@ -513,14 +540,14 @@ def _scaled_mm_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, a, b, staged.index(0), of_columns, factors_a, factors_b, full,
+                    0, a, b, staged, of_columns, factors_a, factors_b, full,
                     empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
                     depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
                     stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
                     IS_EXACT, HAS_NARROW,
                 )),
                 (_multiply, (
-                    1, a, b, staged.index(1), of_columns, factors_a, factors_b, full,
+                    1, a, b, staged, of_columns, factors_a, factors_b, full,
                     empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
                     depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
                     stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
@@ -531,7 +558,7 @@ def _scaled_mm_kernel(
                     scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
                     stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
                     stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
-                    HAS_GROUPS, HAS_NARROW,
+                    HAS_GROUPS, IS_COLUMN_MAJOR, HAS_NARROW,
                 )),
             ],
             [4, 1],
@@ -541,7 +568,7 @@ def _scaled_mm_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, a, b, staged.index(0), of_columns, factors_a, factors_b, full,
+                    0, a, b, staged, of_columns, factors_a, factors_b, full,
                     empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
                     depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
                     stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
@@ -552,7 +579,7 @@ def _scaled_mm_kernel(
                     scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
                     stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
                     stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
-                    HAS_GROUPS, HAS_NARROW,
+                    HAS_GROUPS, IS_COLUMN_MAJOR, HAS_NARROW,
                 )),
             ],
             [1],
@@ -587,12 +614,15 @@ def choose_tiles(
     *,
     sums_in_tensor_core: bool,
     num_sms: int,
+    has_groups: bool = False,
     can_split: bool = True,
 ) -> Tiles:
     """What takes the busiest SM the least time.
 
     A thread holds a large tile's sums, and the product of a step beside them unless the tensor core
-    sums: so it is 256 x 128 or 128 x 256.
+    sums: so it is 256 x 128 or 128 x 256. The end of a tile weighs where steps are few: then two
+    boxes of a tile of 256 x 128 are on their way out, or with groups, whose scales take room, four
+    in place of a stage.
     """
     steps = triton.cdiv(depth, 128)
     if num_rows <= _WAVE.value:
@@ -619,28 +649,34 @@ def choose_tiles(
         return float(rounds * triton.cdiv(steps, num_splits) * of_step + of_sum)
 
     shapes = [(256, 128), (128, 128), (128, 64), (128, 32)]
-    if sums_in_tensor_core:
+    if sums_in_tensor_core and steps > 8:
         shapes.insert(0, (128, 256))
     splits = (1, 2, 4, 8) if can_split else (1,)
     tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
     best = min(tiles, key=ns)
-    return best._replace(stages=min(_most_stages(best.rows, best.columns, _SHARED_BYTES), 8))
+    stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), 8)
+    if has_groups and best.rows == 256 and steps <= 12:
+        stages -= 1
+    return best._replace(stages=stages)
 
 
 def _choose_few(num_rows: int, count: int, steps: int, num_sms: int, can_split: bool) -> Tiles:
     """``count`` tiles of 64 columns; K is cut into as many parts as give each SM one.
 
-    With more than 16 rows many steps are better fetched by a warp of their own.
+    With more than 16 rows a step takes longer than its bytes: up to 32 steps are shared by two
+    programs an SM, more are better fetched by a warp of their own.
     """
-    num_splits = 1
-    if can_split:
-        num_splits = max(min(round(num_sms / count), steps // 4, MOST_SPLITS), 1)
-    steps = triton.cdiv(steps, num_splits)
-    if num_rows > 16 and steps > 32:
+    num_splits = max(round(num_sms / count), 1) if can_split else 1
+    is_few = num_rows <= 16 or steps <= 32 * num_splits
+    if can_split and is_few and num_rows > 16:
+        num_splits = max(num_splits, min(steps // 14, 2 * num_sms // count))
+    num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
+    if not is_few:
         return Tiles(64, 64, num_splits, min(_most_stages(64, 64, _SHARED_BYTES), 8))
-    programs = min(triton.cdiv(count * num_splits, num_sms), 3)  # that an SM has at a time
+    programs = min(triton.cdiv(count * num_splits, num_sms), 4)  # that an SM has at a time
     rows = power_of_two(max(num_rows, 8))
     most = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
+    steps = triton.cdiv(steps, num_splits)
     return Tiles(64, 64, num_splits, min(most, 10, steps), is_few=True)
 
 
@@ -654,6 +690,35 @@ def _has_narrow(num_columns: int, tiles: Tiles) -> bool:
     left = num_columns % tiles.columns
     is_wide = tiles.rows == 256 and num_columns > tiles.columns
     return is_wide and tiles.num_splits == 1 and 0 < left <= tiles.columns // 2
+
+
+def _boxes(
+    num_columns: int, tiles: Tiles, itemsize: int, *, has_groups: bool, has_bias: bool
+) -> int:
+    """As many as there is room for, and a tile has a multiple of; of a large tile 4 at most."""
+    if max(tiles.rows, tiles.columns) < 256:
+        return 1
+    a_tile = tiles.rows * tiles.columns * itemsize // 128 // 128
+    if _has_narrow(num_columns, tiles):
+        a_tile //= 2
+    used = tiles.stages * (tiles.rows + tiles.columns) * 128 + 512
+    if has_groups:
+        used += tiles.stages * (tiles.rows + 32) * 4
+    if has_bias or not has_groups:
+        used += 16 * tiles.columns
+    fits = (_SHARED_BYTES - used) // (2 * 8192)
+    return max(boxes for boxes in (1, 2, 4) if boxes <= max(fits, 1) and a_tile % boxes == 0)
+
+
+def _is_column_major(scale: Tensor) -> bool:
+    """Whether those of a step are next to each other, and begin at a multiple of 16 bytes."""
+    of_matrix, of_row, of_group = scale.stride()
+    return (
+        (of_row == 1 or scale.shape[1] == 1)
+        and (of_group % 4 == 0 or scale.shape[2] == 1)
+        and (of_matrix % 4 == 0 or scale.shape[0] == 1)
+        and scale.data_ptr() % 16 == 0
+    )
 
 
 def scaled_mm(
@@ -700,18 +765,21 @@ class _Again:
         device: torch.device,
     ) -> None:
         self._multiply, self._add, self._shape, self._device = multiply, add, shape, device
-        names = {0: "a_desc", 1: "b_desc", 5: "out_desc"}
-        self._descriptors = Descriptors(multiply, {n: arguments.get(names[n]) for n in names})
+        names = {0: "a_desc", 1: "b_desc", 2: "scale_a_ptr", 5: "out_desc"}
+        given = {n: arguments.get(name) for n, name in names.items()}
+        self._descriptors = Descriptors(
+            multiply, {n: None if isinstance(x, Tensor) else x for n, x in given.items()}
+        )
 
     def __call__(self, addresses: Sequence[int | None]) -> None:
         a, b, scale_a, scale_b, _, bias, out = addresses
         at = self._descriptors.at
         if self._add is None:
-            self._multiply((*at(0, a), *at(1, b), scale_a, scale_b, bias, *at(5, out)))
+            self._multiply((*at(0, a), *at(1, b), *at(2, scale_a), scale_b, bias, *at(5, out)))
             return
         partials = torch.empty(self._shape, dtype=torch.float32, device=self._device)
         into = partials.data_ptr()
-        self._multiply((*at(0, a), *at(1, b), scale_a, scale_b, None, *at(5, into)))
+        self._multiply((*at(0, a), *at(1, b), *at(2, scale_a), scale_b, None, *at(5, into)))
         self._add((into, bias, out))
 
 
@@ -726,6 +794,7 @@ def _tiles_for(
         num_matrices,
         sums_in_tensor_core=not is_exact and cell_a[1] == 0,
         num_sms=num_sms,
+        has_groups=cell_a[1] > 0,
         can_split=num_columns % 4 == 0,  # partial sums are stored by TMA too
     )
 
@@ -783,6 +852,17 @@ def _call(
     arguments["out_desc"] = matrix_descriptor(parts, box)
     arguments["BLOCK_M"], arguments["BAND"] = tiles.rows, 2048 // tiles.rows
     arguments["HAS_NARROW"] = _has_narrow(num_columns, tiles)
+    arguments["BOXES"] = _boxes(
+        num_columns,
+        tiles,
+        out.element_size(),
+        has_groups=cell_a[1] > 0,
+        has_bias=bias is not None,
+    )
+    arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and _is_column_major(scale_a)
+    if arguments["IS_COLUMN_MAJOR"]:
+        of_steps = matrix_descriptor(scale_a.mT, (1, tiles.rows), is_swizzled=False)
+        arguments["scale_a_ptr"] = of_steps
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (min(num_units, num_sms),), arguments, options
 

@@ -1,0 +1,368 @@
+"""matmul_w8a16, matmul_w4a16 of many tokens: weights go from registers into wgmma.
+
+Weights are wgmma's rows, which it takes from registers, as they are when their codes have been made
+16-bit floats; tokens are its columns, in shared memory. Two warpgroups have half of a tile's
+weights each, and convert while the other one multiplies. One warp fetches by TMA: words with their
+scales into one ring, tokens into another.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from kvkern.kernels.device import Gpu
+from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor
+from kvkern.kernels.hopper.packed_ints import (
+    PART,
+    inverse_step,
+    next_stage,
+    spread_zero,
+    stored_row,
+    weights_of_part,
+    words_layout,
+)
+from kvkern.kernels.hopper.paging import make_barriers
+from kvkern.kernels.packed_ints import chunk_columns
+from kvkern.kernels.sum_splits import MOST_SPLITS
+
+_WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
+
+
+@gluon.jit
+def _fetch(
+    words,
+    xs,
+    scales,
+    zeros,
+    full,
+    empty,
+    full_x,
+    empty_x,
+    ready,
+    words_desc,
+    x_desc,
+    scale_ptr,
+    zero_ptr,
+    num_columns,
+    num_groups,
+    first,
+    last,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """The warp that fills both rings: of words with their groups' scales, and of tokens."""
+    STAGES: gl.constexpr = words.shape[0]
+    STAGES_X: gl.constexpr = xs.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    CHUNK: gl.constexpr = chunk_columns(BITS)
+    PARTS: gl.constexpr = CHUNK // PART
+    GROUPS: gl.constexpr = CHUNK // GROUP if GROUP > 0 else 1
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n0 = gl.program_id(0) * ROWS
+    m0 = gl.program_id(2) * x_desc.block_type.shape[0]
+    row = gl.arange(0, ROWS, layout=LANES)
+    column = n0 + stored_row(row)
+    for index in gl.static_range(STAGES):
+        mbarrier.init(full.index(index), count=33 if GROUP > 0 else 1)
+        mbarrier.init(empty.index(index), count=2)
+    for index in gl.static_range(STAGES_X):
+        mbarrier.init(full_x.index(index), count=1)
+        mbarrier.init(empty_x.index(index), count=2)
+    fence_async_shared()
+    mbarrier.arrive(ready.index(0), count=1)
+    stage = 0
+    phase = 1
+    stage_x = 0
+    phase_x = 1
+    for chunk in range(first, last):
+        mbarrier.wait(empty.index(stage), phase)
+        bar = full.index(stage)
+        mbarrier.expect(bar, words_desc.block_type.nbytes)
+        load_tile(words_desc, [chunk * num_columns + n0, 0], bar, words.index(stage))
+        if GROUP > 0:
+            for index in gl.static_range(GROUPS):
+                group = chunk * GROUPS + index
+                mask = (column < num_columns) & (group < num_groups)
+                ptrs = scale_ptr + group * num_columns + column
+                copy_values(scales.index(stage * GROUPS + index), ptrs, mask=mask)
+                if zero_ptr is not None:
+                    mask = (n0 + row < num_columns) & (group < num_groups)
+                    ptrs = zero_ptr + group * num_columns + n0 + row
+                    copy_values(zeros.index(stage * GROUPS + index), ptrs, mask=mask)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+        stage, phase = next_stage(stage, phase, STAGES)
+        for part in range(PARTS):
+            mbarrier.wait(empty_x.index(stage_x), phase_x)
+            bar_x = full_x.index(stage_x)
+            mbarrier.expect(bar_x, x_desc.block_type.nbytes)
+            load_tile(x_desc, [m0, chunk * CHUNK + part * PART], bar_x, xs.index(stage_x))
+            stage_x, phase_x = next_stage(stage_x, phase_x, STAGES_X)
+
+
+@gluon.jit
+def _multiply(
+    WHICH: gl.constexpr,
+    words,
+    xs,
+    scales,
+    zeros,
+    full,
+    empty,
+    full_x,
+    empty_x,
+    ready,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    first,
+    last,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """A warpgroup: 64 of the tile's columns of out."""
+    STAGES: gl.constexpr = words.shape[0]
+    STAGES_X: gl.constexpr = xs.shape[0]
+    TOKENS: gl.constexpr = xs.shape[1]
+    DTYPE: gl.constexpr = xs.dtype
+    PARTS: gl.constexpr = chunk_columns(BITS) // PART
+    FIRST: gl.constexpr = WHICH * _WAVE
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WORDS: gl.constexpr = words_layout(_WAVE, 4)
+    OF_WORDS: gl.constexpr = gl.SliceLayout(1, WORDS)
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    BACK: gl.constexpr = inverse_step(BITS, DTYPE == gl.bfloat16)
+    n0 = gl.program_id(0) * words.shape[1] + FIRST
+    acc = gl.zeros([_WAVE, TOKENS], gl.float32, MMA)
+    zero_of_all = None
+    if GROUP == 0:
+        if zero_ptr is not None:
+            of_word = n0 + gl.arange(0, _WAVE, layout=OF_WORDS)
+            zero_of_all = spread_zero(_of_column(zero_ptr, of_word, num_columns), DTYPE, WORDS)
+    mbarrier.wait(ready.index(0), 0)
+    stage = 0
+    phase = 0
+    stage_x = 0
+    phase_x = 0
+    for _ in range(first, last):
+        mbarrier.wait(full.index(stage), phase)
+        tile = words.index(stage).slice(FIRST, _WAVE, dim=0).load(WORDS)
+        for part in gl.static_range(PARTS):
+            if GROUP > 0 and part * PART % GROUP == 0:
+                of_group = stage * (PARTS * PART // GROUP) + part * PART // GROUP
+                factor = scales.index(of_group).slice(FIRST, _WAVE).load(OF_ROW)
+                if zero_ptr is None:
+                    zero = None
+                else:
+                    zero = spread_zero(
+                        zeros.index(of_group).slice(FIRST, _WAVE).load(OF_WORDS), DTYPE, WORDS
+                    )
+            if GROUP == 0:
+                zero = zero_of_all
+            weights = weights_of_part(tile, zero, part, BITS, DTYPE, A)
+            mbarrier.wait(full_x.index(stage_x), phase_x)
+            x = xs.index(stage_x).permute((1, 0))
+            if GROUP == 0:
+                acc = warpgroup_mma(weights, x, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            else:
+                if part * PART % GROUP == 0:
+                    nothing = gl.zeros([_WAVE, TOKENS], gl.float32, MMA)
+                    part_sum = warpgroup_mma(weights, x, nothing, use_acc=False, is_async=True)
+                else:
+                    part_sum = warpgroup_mma(weights, x, part_sum, is_async=True)
+                part_sum = warpgroup_mma_wait(0, deps=(part_sum,))
+                if (part + 1) * PART % GROUP == 0:
+                    acc += part_sum * gl.expand_dims(factor * BACK, 1)
+            mbarrier.arrive(empty_x.index(stage_x), count=1)
+            stage_x, phase_x = next_stage(stage_x, phase_x, STAGES_X)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
+    column = n0 + stored_row(gl.arange(0, _WAVE, layout=OF_ROW))
+    if GROUP == 0:
+        acc = acc * BACK * gl.expand_dims(_of_column(scale_ptr, column, num_columns), 1)
+    if bias_ptr is not None:
+        acc += gl.expand_dims(_of_column(bias_ptr, column, num_columns).to(gl.float32), 1)
+    _store(acc.to(out_ptr.dtype.element_ty), n0, out_ptr, num_rows, num_columns)
+
+
+@gluon.jit
+def _of_column(ptr, column, num_columns):
+    return gl.load(ptr + column, mask=column < num_columns, other=0.0)
+
+
+@gluon.jit
+def _store(tile, n0, out_ptr, num_rows, num_columns):
+    """Rows of ``tile``, columns of out, in their order; each thread stores 16 bytes at a time."""
+    TOKENS: gl.constexpr = tile.shape[1]
+    VEC: gl.constexpr = 128 // tile.dtype.primitive_bitwidth
+    OUT: gl.constexpr = gl.BlockedLayout([VEC, 1], [_WAVE // VEC, VEC // 2], [1, 4], [0, 1])
+    ordered = tile.reshape([_WAVE // 8, 2, 4, TOKENS]).permute([0, 2, 1, 3])  # see ``stored_row``
+    out = gl.convert_layout(ordered.reshape([_WAVE, TOKENS]), OUT)
+    column = n0 + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, OUT))
+    token = gl.program_id(2) * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
+    into = (gl.program_id(1) * num_rows + token).to(gl.int64) * num_columns
+    mask = gl.expand_dims(column < num_columns, 1) & gl.expand_dims(token < num_rows, 0)
+    gl.store(out_ptr + gl.expand_dims(into, 0) + gl.expand_dims(column, 1), out, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "chunks_per_split"])
+def _many_kernel(
+    words_desc,  # int32 [chunks * N, 32] in boxes [BLOCK_N, 32]
+    x_desc,  # [M, K] in boxes [BLOCK_M, 64]
+    scale_ptr,  # fp32 [groups, N]
+    zero_ptr,  # fp32 [groups, N], or None
+    bias_ptr,  # [N], or None
+    out_ptr,  # [S, M, N]: fp32 parts of the sum if S > 1
+    num_rows,
+    num_columns,
+    num_groups,
+    num_chunks,
+    chunks_per_split,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,  # columns of x that share a scale; 0: all
+    STAGES: gl.constexpr,
+    STAGES_X: gl.constexpr,
+    LETS_NEXT_START: gl.constexpr,
+):
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ROWS: gl.constexpr = words_desc.block_type.shape[0]
+    TOKENS: gl.constexpr = x_desc.block_type.shape[0]
+    GROUPS: gl.constexpr = chunk_columns(BITS) // GROUP if GROUP > 0 else 1
+    NUM_SCALES: gl.constexpr = STAGES * GROUPS if GROUP > 0 else 1
+    NUM_ZEROS: gl.constexpr = NUM_SCALES if zero_ptr is not None else 1
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], words_desc.layout)
+    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES_X, TOKENS, PART], x_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [NUM_SCALES, ROWS], FLAT)
+    zeros = gl.allocate_shared_memory(gl.float32, [NUM_ZEROS, ROWS], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_x = gl.allocate_shared_memory(gl.int64, [STAGES_X, 1], mbarrier.MBarrierLayout())
+    empty_x = gl.allocate_shared_memory(gl.int64, [STAGES_X, 1], mbarrier.MBarrierLayout())
+    ready = make_barriers(1, 1)
+    fence_async_shared()
+    if LETS_NEXT_START:
+        gdc_launch_dependents()
+    first = gl.program_id(1) * chunks_per_split
+    last = gl.minimum(first + chunks_per_split, num_chunks)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                0, words, xs, scales, zeros, full, empty, full_x, empty_x, ready, scale_ptr,
+                zero_ptr, bias_ptr, out_ptr, num_rows, num_columns, first, last, BITS, GROUP,
+            )),
+            (_multiply, (
+                1, words, xs, scales, zeros, full, empty, full_x, empty_x, ready, scale_ptr,
+                zero_ptr, bias_ptr, out_ptr, num_rows, num_columns, first, last, BITS, GROUP,
+            )),
+            (_fetch, (
+                words, xs, scales, zeros, full, empty, full_x, empty_x, ready, words_desc, x_desc,
+                scale_ptr, zero_ptr, num_columns, num_groups, first, last, BITS, GROUP,
+            )),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """How a product is cut up: ``rows`` of x and 128 columns of out, K in ``num_splits``."""
+
+    rows: int
+    num_splits: int
+    stages_x: int
+
+
+def choose_tiles(
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    bits: int,
+    group_size: int,
+    has_zero: bool,
+    gpu: Gpu,
+) -> Tiles:
+    """What takes the least time, by what was measured on an H200."""
+    rows = next(size for size in (32, 64, 128) if size >= min(num_rows, 128))
+    num_chunks = triton.cdiv(depth, chunk_columns(bits))
+    num_tiles = triton.cdiv(num_columns, _COLUMNS) * triton.cdiv(num_rows, rows)
+    us_of_chunk = max(0.0066 * rows * chunk_columns(bits) / 128, 0.5)  # multiplied, or fetched
+
+    def us(num_splits: int) -> float:
+        waves: int = triton.cdiv(num_tiles * num_splits, gpu.num_sms)
+        length: int = triton.cdiv(num_chunks, num_splits)
+        of_sum = 0.0
+        if num_splits > 1:  # a launch, and parts that are written and read
+            of_sum = 1.5 + num_splits * num_rows * num_columns * 8 / 6.5e6
+        of_chunks: float = waves * (length * us_of_chunk + 2)
+        return of_chunks + of_sum
+
+    splits = min(range(1, min(num_chunks, MOST_SPLITS) + 1), key=us)
+    num_splits = triton.cdiv(num_chunks, triton.cdiv(num_chunks, splits))
+    groups = chunk_columns(bits) // group_size if group_size < depth else 0
+    ring = _STAGES * _COLUMNS * (128 + 4 * groups * (1 + has_zero))
+    staged = 2 * _WAVE_ROWS * rows * 4  # sums on their way out
+    stages_x = min((_SHARED_BYTES - 2048 - ring - staged) // (rows * 128), 10)
+    return Tiles(rows, num_splits, stages_x)
+
+
+_WAVE_ROWS = 64
+_COLUMNS = 128  # of out: 64 for each warpgroup
+_STAGES = 3  # of words
+_SHARED_BYTES = 232_448
+
+
+def multiply_call(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    out: Tensor,  # or parts of the sum [S, M, N]
+    tiles: Tiles,
+) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
+    """Grid, arguments and options of the launch."""
+    num_rows, depth = x.shape
+    num_chunks, num_columns, _ = values.shape
+    is_cut = tiles.num_splits > 1
+    words = values.view(torch.int32).view(num_chunks * num_columns, 32)
+    arguments = {
+        "words_desc": tile_descriptor(words, (_COLUMNS, 32)),
+        "x_desc": tile_descriptor(x, (tiles.rows, 64)),
+        "scale_ptr": scale,
+        "zero_ptr": zero,
+        "bias_ptr": None if is_cut else bias,
+        "out_ptr": out,
+        "num_rows": num_rows,
+        "num_columns": num_columns,
+        "num_groups": scale.shape[0],
+        "num_chunks": num_chunks,
+        "chunks_per_split": triton.cdiv(num_chunks, tiles.num_splits),
+        "BITS": 8 if values.dtype == torch.int8 else 4,
+        "GROUP": 0 if group_size >= depth else group_size,
+        "STAGES": _STAGES,
+        "STAGES_X": tiles.stages_x,
+        "LETS_NEXT_START": is_cut,
+    }
+    grid = (
+        triton.cdiv(num_columns, _COLUMNS),
+        tiles.num_splits,
+        triton.cdiv(num_rows, tiles.rows),
+    )
+    return grid, arguments, {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}

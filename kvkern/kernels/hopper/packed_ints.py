@@ -1,0 +1,121 @@
+"""Weights of 8 and 4 bits in shared memory as operands in registers, and where a part of them is.
+
+As ``kvkern.kernels.packed_ints`` has them: a tile is loaded once as words, and each 64 columns
+of it are made of those by instructions of their own.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+PART: gl.constexpr = gl.constexpr(64)  # columns of x in a box: two planes of words
+
+
+@gluon.constexpr_function
+def words_layout(rows, warps):
+    """An MMA's rows, of which a lane's follow one another by 2: so no two meet in a bank."""
+    warp_bases = []
+    while 2 ** len(warp_bases) < warps:
+        warp_bases.append([16 * 2 ** len(warp_bases), 0])
+    reg_bases = [[0, 1], [8, 0], [0, 8], [0, 16]]
+    row = 16 * warps
+    while row < rows:
+        reg_bases.append([row, 0])
+        row *= 2
+    lane_bases = [[0, 2], [0, 4], [2, 0], [4, 0], [1, 0]]
+    return gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], [rows, 32])
+
+
+@gluon.jit
+def stored_row(row):
+    """Which row of a tile of words is the MMA's ``row``."""
+    return row // 8 * 8 + row % 4 * 2 + row // 4 % 2
+
+
+@gluon.constexpr_function
+def _part_asm(part, bits, is_bf16, has_zero):
+    """PTX from two words ($2, $3), and twice a zero ($4), to two floats of two planes ($0, $1).
+
+    A byte is beside another's in 16 bits. bf16 has 7 bits below a power of two: where a code has a
+    bit above them the whole is a denormal, 2^-133 times an integer, which a product brings back.
+    """
+    import struct  # Triton refuses functions of a module that stand outside
+
+    def twice(number):
+        if is_bf16:
+            half = struct.unpack("<I", struct.pack("<f", number))[0] >> 16
+        else:
+            half = struct.unpack("<H", struct.pack("<e", number))[0]
+        return f"{half << 16 | half:#x}"
+
+    fma = "fma.rn.bf16x2" if is_bf16 else "fma.rn.f16x2"
+
+    # float = code * step + offset; times step a zero is taken off
+    step = (2.0**-6 if bits == 8 else 2.0**-2) if is_bf16 else 1.0
+    lines = [".reg .b32 a, b, m, o, z;"]
+    for output in range(2):
+        byte = 2 * part + output if bits == 8 else part
+        if bits == 8 or output == 0:
+            selector = (4 + byte) * 0x1100 + byte * 0x11
+            lines.append(f"prmt.b32 a, $2, $3, {selector:#x};")
+        if bits == 8:
+            above = 0 if is_bf16 else 0x64006400
+            lines.append(f"lop3.b32 b, a, 0x00ff00ff, {0x00800080 | above:#x}, 0x6a;")
+            times, base, middle = (2.0**127, 0.0, 128) if is_bf16 else (1.0, 1024.0, 128)
+        elif output == 0:
+            above = 0x43004300 if is_bf16 else 0x64006400
+            lines.append(f"lop3.b32 b, a, 0x000f000f, {above:#x}, 0xea;")
+            times, base, middle = (2.0**-2, 32.0, 8) if is_bf16 else (1.0, 1024.0, 8)
+        elif is_bf16:
+            lines.append("and.b32 b, a, 0x00f000f0;")
+            times, base, middle = 2.0**127, 0.0, 8
+        else:
+            lines.append("lop3.b32 b, a, 0x00f000f0, 0x64006400, 0xea;")
+            times, base, middle = 2.0**-4, 64.0, 8
+        less = -base - middle * step
+        if has_zero:
+            less = -base - (middle * step if bits == 8 else 0)
+        lines.append(f"mov.b32 m, {twice(times)};")
+        lines.append(f"mov.b32 o, {twice(less)};")
+        if has_zero:
+            lines.append(f"mov.b32 z, {twice(-step)};")
+            lines.append(f"{fma} o, $4, z, o;")
+        lines.append(f"{fma} ${output}, b, m, o;")
+    return "{" + " ".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def inverse_step(bits, is_bf16):
+    return (64.0 if bits == 8 else 4.0) if is_bf16 else 1.0
+
+
+@gluon.jit
+def weights_of_part(
+    words, zero, PART_INDEX: gl.constexpr, BITS: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr
+):
+    """64 columns of a chunk as an operand, times ``1 / inverse_step``."""
+    ROWS: gl.constexpr = words.shape[0]
+    ASM: gl.constexpr = _part_asm(PART_INDEX, BITS, DTYPE == gl.bfloat16, zero is not None)
+    if zero is None:
+        low, high = gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=2
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r,r,r", [words, zero], dtype=(gl.int16, gl.int16), is_pure=True, pack=2
+        )
+    both = gl.join(low, high).permute([0, 2, 1]).reshape([ROWS // 8, 2, 2, 2, PART])
+    ordered = both.permute([0, 3, 1, 2, 4]).reshape([ROWS, PART])  # as ``stored_row``
+    return gl.convert_layout(ordered.to(DTYPE, bitcast=True), A, assert_trivial=True)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
+def spread_zero(zero, DTYPE: gl.constexpr, WORDS: gl.constexpr):
+    """A row's zero beside each of its words."""
+    zero = gl.expand_dims(zero.to(DTYPE), 1)
+    return gl.convert_layout(zero.broadcast_to([zero.shape[0], 32]), WORDS, assert_trivial=True)
