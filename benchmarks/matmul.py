@@ -80,7 +80,11 @@ class MatmulStep:
         torch.manual_seed(0)
         self.case, self.device = case, torch.device(device)
         of_rows, of_weight = {"block": ("group", "block")}.get(case.scaling, (case.scaling,) * 2)
-        self.a, self.scale_a = quantize_fp8(self._randn(case.num_rows), granularity=of_rows)
+        self.a, self.scale_a = quantize_fp8(
+            self._randn(case.num_rows),
+            granularity=of_rows,
+            column_major_scales=of_rows == "group",
+        )
         weight, scale = quantize_fp8(self._randn(case.num_columns), granularity=of_weight)
         self.b, self.scale_b = weight.T, scale if of_weight == "tensor" else scale.T
 

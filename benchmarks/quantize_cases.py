@@ -27,6 +27,7 @@ class QuantizeCase:
     granularity: Granularity
     is_static: bool = False
     has_residual: bool = False
+    column_major_scales: bool = False
     dtype: torch.dtype = torch.float8_e4m3fn
     model: Model = _V3
     num_flops: int = 0
@@ -34,6 +35,7 @@ class QuantizeCase:
     @property
     def name(self) -> str:
         words = ["static"] * self.is_static + ["residual"] * self.has_residual
+        words += ["column_major"] * self.column_major_scales
         shape = f"M{self.num_rows}-K{self.num_columns}"
         return "-".join([self.op, self.format, self.granularity, shape, *words])
 
@@ -68,6 +70,7 @@ QUANTIZE_CASES: tuple[QuantizeCase, ...] = tuple(
         ("quantize_fp8", "tensor", {"is_static": True}),
         ("quantize_fp8", "row", {}),
         ("quantize_fp8", "group", {}),
+        ("quantize_fp8", "group", {"column_major_scales": True}),
         ("quantize_fp8", "block", {}),
         ("quantize_fp8", "row", {"dtype": torch.float8_e5m2}),
         ("dequantize_fp8", "tensor", {}),
@@ -118,8 +121,12 @@ class QuantizeStep:
     def _quantize(self, op: str, x: Tensor, backend: str, **others: Any) -> QuantizedFP8:
         run: Callable[..., QuantizedFP8] = getattr(kvkern, op)
         case = self.case
-        granularity = case.granularity
-        style = {"granularity": granularity, "scale": self.scale, "dtype": case.dtype}
+        style = {
+            "granularity": case.granularity,
+            "scale": self.scale,
+            "dtype": case.dtype,
+            "column_major_scales": case.column_major_scales,
+        }
         return run(x, **others, **style, backend=backend)
 
     def _check(self) -> None:

@@ -121,11 +121,13 @@ def absorb(kernels, num_heads, num_tokens):
     kernels.mla_absorb(packed[..., :512], w_uv, None, (0, 0), values)
 
 
-def quantize(granularity, num_tokens):
+def quantize(granularity, column_major, num_tokens):
     x, gamma = empty(num_tokens, 7168, dtype=BF16), empty(7168, dtype=BF16)
     values = empty(num_tokens, 7168, dtype=E4M3)
-    cells = {"tensor": (1,), "row": (num_tokens, 1), "group": (num_tokens, 56)}
+    cells = {"tensor": (1, 1), "row": (num_tokens, 1), "group": (num_tokens, 56)}
     scale = empty(*cells[granularity])
+    if column_major:
+        scale = torch.empty_strided(scale.shape, (1, -(-num_tokens // 4) * 4), device="meta")
     for is_static in (False, True):
         style = (values, scale, granularity, is_static, False)
         quantize_fp8.quantize_fp8(x, *style)
@@ -213,8 +215,15 @@ PRODUCTS |= {
     for n, k in LAYERS
 }
 PRODUCTS |= {
-    f"quantize {granularity}": partial(quantize, granularity)
-    for granularity in ("tensor", "row", "group")
+    f"quantize {granularity}{', column-major' * column_major}": partial(
+        quantize, granularity, column_major
+    )
+    for granularity, column_major in (
+        ("tensor", False),
+        ("row", False),
+        ("group", False),
+        ("group", True),
+    )
 }
 OF_REQUESTS = {
     f"{name} {num_heads} heads": partial(run, num_heads)
@@ -306,6 +315,9 @@ def fused():
         for granularity in ("row", "group"):
             kvkern.rms_norm_quant_fp8(x, gamma, residual=x.clone(), granularity=granularity)
             kvkern.silu_and_mul_quant_fp8(x, granularity=granularity)
+        groups = {"granularity": "group", "column_major_scales": True}
+        kvkern.rms_norm_quant_fp8(x, gamma, **groups)
+        kvkern.dequantize_fp8(*kvkern.silu_and_mul_quant_fp8(x, **groups))
         kvkern.fp8_gemm(x, weight.T)
 
     return run

@@ -20,7 +20,8 @@ def scaled_mm(
     """One matrix, groups by blocks; always exact.
 
     ``kvkern.scaled_mm`` states the contract, the table what DeepGEMM refuses. Scales are copied
-    into its layout. Returns how to repeat it with tensors that differ in nothing but addresses.
+    into its layout, where they lie in another. Returns how to repeat it with tensors that differ in
+    nothing but addresses.
     """
     from deep_gemm import fp8_gemm_nt, get_mn_major_tma_aligned_tensor
 
@@ -39,9 +40,11 @@ def scaled_mm(
         a, b, scale_a, scale_b, out = (
             x[0] if x.ndim == 3 else x for x in (a, b, scale_a, scale_b, out)
         )
-        for_rows = get_mn_major_tma_aligned_tensor(scale_a.expand(len(a), groups).contiguous())
+        of_rows = scale_a.expand(len(a), groups)
+        if of_rows.stride() != (1, -(-len(a) // 4) * 4):  # DeepGEMM's own, which it does not copy
+            of_rows = get_mn_major_tma_aligned_tensor(of_rows.contiguous())
         for_blocks = scale_b.expand(groups, blocks).T.contiguous()
-        fp8_gemm_nt((a, for_rows), (b.T, for_blocks), out)
+        fp8_gemm_nt((a, of_rows), (b.T, for_blocks), out)
 
     run(a, b, scale_a, scale_b, row_offsets, bias, out)
     return TakesTensors(run)

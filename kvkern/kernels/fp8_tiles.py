@@ -25,6 +25,8 @@ from kvkern.layout import MIN_TOKEN_SCALE
 
 Cell = Literal["tensor", "row", "group", "block"]
 LONGEST_ROW = 32768  # columns of a row that a program keeps in registers
+# columns and other strides are a layer's own; these are a step's, and compile nothing new
+OF_A_STEP = ("num_rows", "stride_scale_row", "stride_scale_column")
 _MOST_CHUNKS = 9  # of a row, before it takes more warps
 _EVEN_CHUNKS = 8  # of what may be cut anywhere
 _MIN_SCALE: tl.constexpr = tl.constexpr(MIN_TOKEN_SCALE)
@@ -101,6 +103,8 @@ def quantizing_fields(
         "values_ptr": values.view(torch.uint8),
         "scale_ptr": scale,
         "stride_values": values.stride(0),
+        "stride_scale_row": scale.stride(0),
+        "stride_scale_column": scale.stride(1),
         **tile.fields(values.shape[1]),
         "CELL": granularity,
         "IS_STATIC": is_static,
@@ -185,6 +189,8 @@ def store_quantized(
     values_ptr,  # fp8 codes in uint8
     stride,
     scale_ptr,  # fp32 [cells of M, cells of K]
+    stride_scale_row,
+    stride_scale_column,
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -201,15 +207,17 @@ def store_quantized(
     """
     if CELL == "tensor" or CELL == "row":
         inverse = _inverse_scale(
-            chunks, first_row, first_column, num_rows, scale_ptr, NUM_COLUMNS, ROWS, COLUMNS,
-            CHUNKS, CELL, IS_STATIC, POWER_OF_TWO, LIMIT,
+            chunks, first_row, first_column, num_rows, scale_ptr, stride_scale_row,
+            stride_scale_column, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS, CELL, IS_STATIC, POWER_OF_TWO,
+            LIMIT,
         )  # fmt: skip
     for i in tl.static_range(CHUNKS):
         at = first_column + i * COLUMNS
         if CELL == "group" or CELL == "block":
             inverse = _inverse_scale(
-                (chunks[i],), first_row, at, num_rows, scale_ptr, NUM_COLUMNS, ROWS, COLUMNS,
-                1, CELL, IS_STATIC, POWER_OF_TWO, LIMIT,
+                (chunks[i],), first_row, at, num_rows, scale_ptr, stride_scale_row,
+                stride_scale_column, NUM_COLUMNS, ROWS, COLUMNS, 1, CELL, IS_STATIC, POWER_OF_TWO,
+                LIMIT,
             )  # fmt: skip
         store_codes(
             chunks[i].to(tl.float32) * inverse, first_row, at, num_rows, values_ptr, stride,
@@ -246,6 +254,8 @@ def _inverse_scale(
     first_column,
     num_rows,
     scale_ptr,
+    stride_scale_row,
+    stride_scale_column,
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -258,15 +268,19 @@ def _inverse_scale(
     """1 / scale of the cells of chunks, by which an element is multiplied."""
     if IS_STATIC:  # of any size
         scale = load_scale(
-            scale_ptr, first_row, first_column, num_rows, NUM_COLUMNS, ROWS, COLUMNS, CELL
-        )
+            scale_ptr, first_row, first_column, num_rows, stride_scale_row, stride_scale_column,
+            NUM_COLUMNS, ROWS, COLUMNS, CELL,
+        )  # fmt: skip
         return tl.div_rn(1.0, scale)
     else:
         largest = tl.max(largest_of(chunks, CHUNKS), axis=2, keep_dims=True)
         if CELL == "block":
             largest = tl.max(largest, axis=0, keep_dims=True)
         scale = scale_for(largest, POWER_OF_TWO, LIMIT)
-        offs, mask = _scale_at(first_row, first_column, num_rows, NUM_COLUMNS, ROWS, COLUMNS, CELL)
+        offs, mask = _scale_at(
+            first_row, first_column, num_rows, stride_scale_row, stride_scale_column, NUM_COLUMNS,
+            ROWS, COLUMNS, CELL,
+        )  # fmt: skip
         tl.store(scale_ptr + offs, scale, mask=mask)
         return inverse_of(scale)
 
@@ -293,13 +307,18 @@ def load_scale(
     first_row,
     first_column,
     num_rows,
+    stride_scale_row,
+    stride_scale_column,
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CELL: tl.constexpr,
 ):
     """Of a chunk's cells; of any of a row's chunks where a cell is a row or more."""
-    offs, mask = _scale_at(first_row, first_column, num_rows, NUM_COLUMNS, ROWS, COLUMNS, CELL)
+    offs, mask = _scale_at(
+        first_row, first_column, num_rows, stride_scale_row, stride_scale_column, NUM_COLUMNS, ROWS,
+        COLUMNS, CELL,
+    )  # fmt: skip
     return tl.load(scale_ptr + offs, mask=mask, other=1.0)
 
 
@@ -308,6 +327,8 @@ def _scale_at(
     first_row,
     first_column,
     num_rows,
+    stride_row,
+    stride_column,
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -316,11 +337,15 @@ def _scale_at(
     """Where the scales of a chunk lie, ``[rows or 1, cells, 1]``, and which are there."""
     SCALES_K: tl.constexpr = (NUM_COLUMNS + 127) // 128
     row = rows_from(first_row, ROWS)
-    cell = first_column // 128 + tl.arange(0, _cells_of(COLUMNS, CELL))[None, :, None]
+    first_cell = first_column // 128
+    offs_cell = tl.arange(0, _cells_of(COLUMNS, CELL))[None, :, None]
+    cell = first_cell + offs_cell
+    # the first cell apart: the rest is the same for all chunks, and this for all threads
+    first, offs_k = first_cell.to(tl.int64) * stride_column, offs_cell.to(tl.int64) * stride_column
     if CELL == "group":
-        return row * SCALES_K + cell, (row < num_rows) & (cell < SCALES_K)
+        return row * stride_row + offs_k + first, (row < num_rows) & (cell < SCALES_K)
     elif CELL == "block":  # a tile's rows are in one
-        return first_row // 128 * SCALES_K + cell, cell < SCALES_K
+        return first_row // 128 * stride_row + offs_k + first, cell < SCALES_K
     elif CELL == "row":
         return row, row < num_rows
     else:

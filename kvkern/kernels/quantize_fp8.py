@@ -16,6 +16,7 @@ from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
     LONGEST_ROW,
+    OF_A_STEP,
     Cell,
     choose_tile,
     columns_from,
@@ -39,10 +40,9 @@ from kvkern.kernels.numerics import (
 
 _MOST_PARTIALS = 1024  # maxima of a tensor's parts: each program of the second launch reads them
 _MOST_PARTIALS_OF_ROW = 8
-# columns and strides are a layer's own, rows a step's: those compile nothing new
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_partials"])
+@triton.jit(do_not_specialize=[*OF_A_STEP, "num_partials"])
 def _quantize_fp8_kernel(
     x_ptr,  # [M, K]
     values_ptr,  # fp8 codes in uint8 [M, K]
@@ -52,6 +52,8 @@ def _quantize_fp8_kernel(
     num_partials,
     stride_x,
     stride_values,
+    stride_scale_row,
+    stride_scale_column,
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -75,7 +77,8 @@ def _quantize_fp8_kernel(
     if partials_ptr is None:
         store_quantized(
             chunks, first_row, first_column, num_rows, values_ptr, stride_values, scale_ptr,
-            NUM_COLUMNS, ROWS, COLUMNS, CHUNKS, CELL, IS_STATIC, POWER_OF_TWO, LIMIT, NATIVE_FP8,
+            stride_scale_row, stride_scale_column, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS, CELL,
+            IS_STATIC, POWER_OF_TWO, LIMIT, NATIVE_FP8,
         )  # fmt: skip
     else:
         cell = first_row if CELL == "row" else first_row * 0  # a long row has its tiles for itself
@@ -122,13 +125,15 @@ def _partial_maxima_kernel(
     tl.store(partials_ptr + tl.program_id(0), amax)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=OF_A_STEP)
 def _dequantize_fp8_kernel(
     values_ptr,  # fp8 codes in uint8 [M, K]
     scale_ptr,  # fp32 [cells of M, cells of K]
     out_ptr,  # [M, K]
     num_rows,
     stride_values,
+    stride_scale_row,
+    stride_scale_column,
     stride_out,
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -147,14 +152,18 @@ def _dequantize_fp8_kernel(
     row = rows_from(first_row, ROWS)
     if CELL == "tensor" or CELL == "row":
         scale = load_scale(
-            scale_ptr, first_row, first_column, num_rows, NUM_COLUMNS, ROWS, COLUMNS, CELL
-        )
+            scale_ptr, first_row, first_column, num_rows, stride_scale_row, stride_scale_column,
+            NUM_COLUMNS, ROWS, COLUMNS, CELL,
+        )  # fmt: skip
     for i in tl.static_range(CHUNKS):
         at = first_column + i * COLUMNS
         codes, column = chunks[i], columns_from(at, COLUMNS, CELL)
         x = decode_e5m2(codes) if IS_E5M2 else decode_e4m3(codes, tl.float32, NATIVE_FP8)
         if CELL == "group" or CELL == "block":
-            scale = load_scale(scale_ptr, first_row, at, num_rows, NUM_COLUMNS, ROWS, COLUMNS, CELL)
+            scale = load_scale(
+                scale_ptr, first_row, at, num_rows, stride_scale_row, stride_scale_column,
+                NUM_COLUMNS, ROWS, COLUMNS, CELL,
+            )  # fmt: skip
         out = round_to(x * scale, out_ptr.dtype.element_ty)
         mask = (row < num_rows) & (column < NUM_COLUMNS)
         tl.store(out_ptr + row * stride_out + column, out, mask=mask)
@@ -250,6 +259,8 @@ def _dequantize_call(
         "out_ptr": out,
         "num_rows": out.shape[0],
         "stride_values": values.stride(0),
+        "stride_scale_row": scale.stride(0),
+        "stride_scale_column": scale.stride(1),
         "stride_out": out.stride(0),
         **tile.fields(out.shape[1]),
         "CELL": granularity,

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
+    OF_A_STEP,
     Cell,
     choose_tile,
     columns_from,
@@ -27,7 +28,7 @@ from kvkern.kernels.fp8_tiles import (
 from kvkern.kernels.numerics import round_to
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=OF_A_STEP)
 def _rms_norm_quant_fp8_kernel(
     x_ptr,  # [M, K]
     residual_ptr,  # [M, K] or None
@@ -39,6 +40,8 @@ def _rms_norm_quant_fp8_kernel(
     stride_x,
     stride_residual,
     stride_values,
+    stride_scale_row,
+    stride_scale_column,
     NUM_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -69,7 +72,8 @@ def _rms_norm_quant_fp8_kernel(
         normed = normed + (y,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no other)
     store_quantized(
         normed, first_row, first_column, num_rows, values_ptr, stride_values, scale_ptr,
-        NUM_COLUMNS, ROWS, COLUMNS, CHUNKS, CELL, IS_STATIC, POWER_OF_TWO, LIMIT, NATIVE_FP8,
+        stride_scale_row, stride_scale_column, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS, CELL, IS_STATIC,
+        POWER_OF_TWO, LIMIT, NATIVE_FP8,
     )  # fmt: skip
 
 

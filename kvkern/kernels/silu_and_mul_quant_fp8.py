@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.fp8_tiles import (
+    OF_A_STEP,
     Cell,
     choose_tile,
     load_chunks,
@@ -22,7 +23,7 @@ from kvkern.kernels.fp8_tiles import (
 from kvkern.kernels.numerics import sigmoid
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=OF_A_STEP)
 def _silu_and_mul_quant_fp8_kernel(
     x_ptr,  # [M, 2I]: gate, up
     values_ptr,  # fp8 codes in uint8 [M, I]
@@ -30,6 +31,8 @@ def _silu_and_mul_quant_fp8_kernel(
     num_rows,
     stride_x,
     stride_values,
+    stride_scale_row,
+    stride_scale_column,
     NUM_COLUMNS: tl.constexpr,  # I
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -57,7 +60,8 @@ def _silu_and_mul_quant_fp8_kernel(
         products = products + (y,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no other)
     store_quantized(
         products, first_row, first_column, num_rows, values_ptr, stride_values, scale_ptr,
-        NUM_COLUMNS, ROWS, COLUMNS, CHUNKS, CELL, IS_STATIC, POWER_OF_TWO, LIMIT, NATIVE_FP8,
+        stride_scale_row, stride_scale_column, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS, CELL, IS_STATIC,
+        POWER_OF_TWO, LIMIT, NATIVE_FP8,
     )  # fmt: skip
 
 

@@ -90,5 +90,7 @@ class FP8Linear(QuantizedLinear[QuantizedFP8]):
         return dequantize_fp8(*weight, dtype=dtype)
 
     def _multiply(self, x: Tensor, weight: QuantizedFP8, bias: Tensor | None) -> Tensor:
-        a, scale = quantize_fp8(x, granularity=_OF_INPUT[self.scaling])
+        granularity = _OF_INPUT[self.scaling]
+        has_groups = granularity == "group"
+        a, scale = quantize_fp8(x, granularity=granularity, column_major_scales=has_groups)
         return scaled_mm(a, weight.values.T, scale, weight.scale.T, bias=bias, out_dtype=x.dtype)

@@ -1,12 +1,13 @@
 """quantize_fp8, alone and behind a norm or an activation, and dequantize_fp8: contracts, checks."""
 
+import math
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from kvkern.backends import choose
-from kvkern.errors import ArgumentError, ShapeMismatchError
+from kvkern.errors import ArgumentError, LayoutError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
 from kvkern.ops._sizes import FLOATS, Sizes, as_rows
 
@@ -14,6 +15,7 @@ Granularity = Literal["tensor", "row", "group", "block"]
 RowGranularity = Literal["tensor", "row", "group"]  # of what is made row by row
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CELL = 128  # columns of a group, rows and columns of a block
+_ALIGNMENT = 4  # scales: 16 bytes, as a TMA wants strides
 
 
 class QuantizedFP8(NamedTuple):
@@ -30,6 +32,7 @@ def quantize_fp8(
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two: bool = False,
+    column_major_scales: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> QuantizedFP8:
@@ -44,11 +47,18 @@ def quantize_fp8(
             ``[..., N, K]``, ``[..., ceil(N / 128), ceil(K / 128)]``; with more than two dims N
             must be a multiple of 128. The last group and block of a row, and the last block of a
             column, may be smaller.
-        scale: fp32, contiguous, > 0: a static descale (real = stored * scale), in the shape above.
-            Left out, it is the largest finite magnitude of the cell over the dtype's largest value,
-            at least 2^-100.
+        scale: fp32, contiguous, > 0: a static descale (real = stored * scale), in the shape above;
+            of groups also with other strides, rows at one distance. Left out, it is the largest
+            finite magnitude of the cell over the dtype's largest value, at least 2^-100.
         dtype: ``torch.float8_e4m3fn`` (to 448) or ``torch.float8_e5m2`` (to 57344).
         power_of_two: round a scale that is found up to a power of two, as ue8m0 stores.
+        column_major_scales: of groups only, where a scale that is found lies in memory; its shape
+            and its numbers are the same, and one that is given stays as it is. False: contiguous.
+            True: rows next to each other, stride 1 along them (all leading dims, folded) and the
+            number of rows, rounded up to a multiple of 4 (16 bytes), along groups. A product
+            wants the scales of many rows and one group at a time: next to each other they come in
+            one piece. ``scaled_mm`` takes both; ``torch._scaled_mm`` and DeepGEMM want these, and
+            are given a copy otherwise.
         out: ``x.shape`` in ``dtype``, contiguous, filled if given.
         backend: ``"auto"``, or a name: used or refused, never replaced.
 
@@ -60,19 +70,22 @@ def quantize_fp8(
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError: an argument is not as
             above.
-        ArgumentError: no such granularity or dtype; or ``power_of_two`` beside a ``scale``.
+        ArgumentError: no such granularity or dtype; ``power_of_two`` beside a ``scale``; or
+            ``column_major_scales`` of anything but groups.
         UnsupportedError: no backend takes the call; the message gives each one's reason.
 
     Source: arXiv:2412.19437, section 3.3 (groups and blocks); OCP 8-bit floating point, 1.0.
     """
-    _check_options(granularity, get_args(Granularity), scale, dtype, power_of_two)
+    _check_options(
+        granularity, get_args(Granularity), scale, dtype, power_of_two, column_major_scales
+    )
     _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
     if granularity == "block" and not _has_blocks(x.shape):
         raise ShapeMismatchError(
             f"x: want [N, K], or [..., N, K] with N a multiple of {_CELL}, for blocks; "
             f"got {list(x.shape)}"
         )
-    quantized = _outputs(x.shape, granularity, scale, dtype, out, x.device)
+    quantized = _outputs(x.shape, granularity, scale, dtype, column_major_scales, out, x.device)
     run = choose("quantize_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
@@ -90,6 +103,7 @@ def rms_norm_quant_fp8(
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two: bool = False,
+    column_major_scales: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> QuantizedFP8:
@@ -105,7 +119,7 @@ def rms_norm_quant_fp8(
             add. ``x`` is only read. Must not overlap ``x``.
         granularity: ``"row"``, ``"group"``, or ``"tensor"``, which needs a ``scale``: what is in
             all rows is not known while they are normed.
-        scale, dtype, power_of_two, out, backend: as in ``quantize_fp8``.
+        scale, dtype, power_of_two, column_major_scales, out, backend: as in ``quantize_fp8``.
 
     Returns:
         ``values`` ``x.shape`` in ``dtype`` and ``scale``, as ``quantize_fp8`` has them of
@@ -115,17 +129,20 @@ def rms_norm_quant_fp8(
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError: an argument is not as
             above; nothing is written.
-        ArgumentError: no such granularity or dtype, or a ``scale`` that is missing or not wanted.
+        ArgumentError: no such granularity or dtype, a ``scale`` that is missing or not wanted, or
+            ``column_major_scales`` of anything but groups.
         UnsupportedError: no backend takes the call; the message gives each one's reason.
 
     Source: RMSNorm, arXiv:1910.07467; arXiv:2412.19437, section 3.3.
     """
-    _check_options(granularity, get_args(RowGranularity), scale, dtype, power_of_two)
+    _check_options(
+        granularity, get_args(RowGranularity), scale, dtype, power_of_two, column_major_scales
+    )
     _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
     Sizes(x.device, K=x.shape[-1]).match("gamma", gamma, "K", *FLOATS)
     if residual is not None:
         _match("residual", residual, x.shape, x.dtype, device=x.device, strides="any")
-    quantized = _outputs(x.shape, granularity, scale, dtype, out, x.device)
+    quantized = _outputs(x.shape, granularity, scale, dtype, column_major_scales, out, x.device)
     run = choose("rms_norm_quant_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
@@ -143,6 +160,7 @@ def silu_and_mul_quant_fp8(
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.float8_e4m3fn,
     power_of_two: bool = False,
+    column_major_scales: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> QuantizedFP8:
@@ -152,7 +170,8 @@ def silu_and_mul_quant_fp8(
         x: ``[..., 2I]``: gate, then up; bf16, fp16 or fp32, one row behind the other at any
             distance, rows contiguous.
         granularity: ``"row"``, ``"group"``, or ``"tensor"``, which needs a ``scale``.
-        scale, dtype, power_of_two, out, backend: as in ``quantize_fp8``, of ``[..., I]``.
+        scale, dtype, power_of_two, column_major_scales, out, backend: as in ``quantize_fp8``, of
+            ``[..., I]``.
 
     Returns:
         ``values`` ``[..., I]`` in ``dtype`` and ``scale``, as ``quantize_fp8`` has them of
@@ -162,17 +181,20 @@ def silu_and_mul_quant_fp8(
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, LayoutError: an argument is not as
             above.
-        ArgumentError: no such granularity or dtype, or a ``scale`` that is missing or not wanted.
+        ArgumentError: no such granularity or dtype, a ``scale`` that is missing or not wanted, or
+            ``column_major_scales`` of anything but groups.
         UnsupportedError: no backend takes the call; the message gives each one's reason.
 
     Source: SwiGLU, arXiv:2002.05202; arXiv:2412.19437, section 3.3.
     """
-    _check_options(granularity, get_args(RowGranularity), scale, dtype, power_of_two)
+    _check_options(
+        granularity, get_args(RowGranularity), scale, dtype, power_of_two, column_major_scales
+    )
     _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
     if x.shape[-1] % 2:
         raise ShapeMismatchError(f"x: want [..., 2I], gate then up; got {list(x.shape)}")
     shape = (*x.shape[:-1], x.shape[-1] // 2)
-    quantized = _outputs(shape, granularity, scale, dtype, out, x.device)
+    quantized = _outputs(shape, granularity, scale, dtype, column_major_scales, out, x.device)
     run = choose("silu_and_mul_quant_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
@@ -193,7 +215,8 @@ def dequantize_fp8(
     Args:
         values: ``[..., K]``, ``float8_e4m3fn`` or ``float8_e5m2``, one row behind the other at any
             distance, rows contiguous.
-        scale: fp32, contiguous, in the shape of one of ``quantize_fp8``'s granularities.
+        scale: fp32, in the shape of one of ``quantize_fp8``'s granularities, contiguous; of groups
+            also with other strides, rows at one distance.
         dtype: of the result: bf16, fp16 or fp32.
         out: ``values.shape`` in ``dtype``, contiguous, filled if given.
         backend: ``"auto"``, or a name: used or refused, never replaced.
@@ -212,8 +235,9 @@ def dequantize_fp8(
     _match("values", values, values.shape, *_FP8, device=values.device, strides="any")
     if dtype not in FLOATS:
         raise ArgumentError(f"dtype: want bfloat16, float16 or float32, got {dtype}")
-    _match("scale", scale, scale.shape, torch.float32, device=values.device)
+    _match("scale", scale, scale.shape, torch.float32, device=values.device, strides="any")
     granularity = _granularity_of(values.shape, scale.shape)
+    _check_strides(scale, granularity)
     if out is not None:
         _match("out", out, values.shape, dtype, device=values.device)
     result = torch.empty(values.shape, dtype=dtype, device=values.device) if out is None else out
@@ -230,6 +254,7 @@ def _check_options(
     scale: Tensor | None,
     dtype: torch.dtype,
     power_of_two: bool,
+    column_major_scales: bool,
 ) -> None:
     if granularity not in granularities:
         names = ", ".join(granularities)
@@ -238,6 +263,10 @@ def _check_options(
         raise ArgumentError(f"dtype: want float8_e4m3fn or float8_e5m2, got {dtype}")
     if power_of_two and scale is not None:
         raise ArgumentError("power_of_two: want it without scale, which is taken as it is")
+    if column_major_scales and granularity != "group":
+        raise ArgumentError(
+            f"column_major_scales: want it with granularity 'group', got {granularity!r}"
+        )
     if granularity == "tensor" and scale is None and granularities == get_args(RowGranularity):
         raise ArgumentError("scale: want one for a tensor, whose rows are not all known; got None")
 
@@ -247,19 +276,31 @@ def _outputs(
     granularity: Granularity,
     scale: Tensor | None,
     dtype: torch.dtype,
+    column_major_scales: bool,
     out: Tensor | None,
     device: torch.device,
 ) -> QuantizedFP8:
     """What is given, checked, and what is not, allocated."""
     wanted = _scale_shape(shape, granularity)
     if scale is not None:
-        _match("scale", scale, wanted, torch.float32, device=device)
+        _match("scale", scale, wanted, torch.float32, device=device, strides="any")
+        _check_strides(scale, granularity)
     if out is not None:
         _match("out", out, shape, dtype, device=device)
-    return QuantizedFP8(
-        torch.empty(shape, dtype=dtype, device=device) if out is None else out,
-        torch.empty(wanted, dtype=torch.float32, device=device) if scale is None else scale,
-    )
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    if scale is None:
+        new = _column_major if column_major_scales else torch.empty
+        scale = new(wanted, dtype=torch.float32, device=device)
+    return QuantizedFP8(out, scale)
+
+
+def _column_major(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rows next to each other, columns at multiples of 16 bytes."""
+    leading = shape[:-1]
+    distance = -(-math.prod(leading) // _ALIGNMENT) * _ALIGNMENT
+    of_rows = (math.prod(leading[dim:]) for dim in range(1, len(shape)))
+    return torch.empty_strided(shape, (*of_rows, distance), dtype=dtype, device=device)
 
 
 def _empty(quantized: QuantizedFP8, is_static: bool) -> QuantizedFP8:
@@ -288,6 +329,19 @@ def _match(
         raise ShapeMismatchError(f"{name}: want [..., K], got []")
     dims = {f"D{number}": size for number, size in enumerate(shape)}
     Sizes(device, **dims).match(name, tensor, " ".join(dims), *dtypes, strides=strides)
+
+
+def _check_strides(scale: Tensor, granularity: Granularity) -> None:
+    """Kernels take those of groups, of rows that fold, and no others."""
+    if scale.is_contiguous():
+        return
+    got = f"got strides {list(scale.stride())}"
+    if granularity != "group":
+        raise LayoutError(f"scale: want contiguous, {got}")
+    try:
+        _as_cells(scale)
+    except RuntimeError:
+        raise LayoutError(f"scale: want rows at one distance, {got}") from None
 
 
 def _as_cells(scale: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ CELLS = {"tensor": (0, 0), "row": (1, 0), "group": (1, 128), "block": (128, 128)
 CELLS_OF_COLUMNS = {"tensor": (0, 0), "row": (0, 1), "block": (128, 128)}
 
 
-def given(of_a, of_b, *, bias=None, is_exact=True):
+def given(of_a, of_b, *, bias=None, is_exact=True, column_major=False):
     """What a backend is called with, but for ``out``, and the right result."""
-    a = quantize_fp8(torch.randn(20, 256), granularity=of_a)
+    a = quantize_fp8(torch.randn(20, 256), granularity=of_a, column_major_scales=column_major)
     b = quantize_fp8(torch.randn(192, 256), granularity=of_b)
     scale_b = b.scale if of_b == "tensor" else b.scale.T
     right = scaled_mm(a.values, b.values.T, a.scale, scale_b, bias=bias, backend="reference")
@@ -78,15 +78,19 @@ def test_torch_is_given_scales_as_it_lays_them_out(monkeypatch):
         out.copy_(scaled_mm(a, b, scale_a, scale_b, backend="reference"))
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
-    inputs, right = given("group", "block")
-    out = torch.zeros(1, 20, 192, dtype=BF16)
-    torch_scaled_mm.scaled_mm(*inputs, out)
-    assert torch.equal(out[0], right)
+    for column_major in (False, True):
+        inputs, right = given("group", "block", column_major=column_major)
+        out = torch.zeros(1, 20, 192, dtype=BF16)
+        torch_scaled_mm.scaled_mm(*inputs, out)
+        assert torch.equal(out[0], right)
 
 
 class FakeDeepGEMM(ModuleType):
+    num_copies = 0
+
     def get_mn_major_tma_aligned_tensor(self, scale):
         assert scale.is_contiguous()
+        self.num_copies += 1
         return scale.T.contiguous().T
 
     def fp8_gemm_nt(self, a, b, out):
@@ -102,6 +106,15 @@ def test_deepgemm_is_given_the_weight_and_its_scales_not_transposed(monkeypatch)
     out = torch.zeros(1, 20, 192, dtype=BF16)
     deepgemm.scaled_mm(*inputs, out)
     assert torch.equal(out[0], right)
+
+
+def test_deepgemm_is_given_column_major_scales_as_they_lie(monkeypatch):
+    fake = FakeDeepGEMM("deep_gemm")
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake)
+    inputs, right = given("group", "block", column_major=True)
+    out = torch.zeros(1, 20, 192, dtype=BF16)
+    deepgemm.scaled_mm(*inputs, out)
+    assert torch.equal(out[0], right) and fake.num_copies == 0
 
 
 TAKEN = MatmulCall(

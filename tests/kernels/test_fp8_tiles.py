@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from kvkern.kernels import quantize_fp8, rms_norm_quant_fp8, silu_and_mul_quant_fp8
 from kvkern.kernels.device import Gpu
 from kvkern.kernels.fp8_tiles import LONGEST_ROW, choose_tile, scale_shape
+from tests.kernels.variants import launches_on
 
 H100 = Gpu(90, num_sms=132)
 SIZES = [1, 7, 127, 128, 129, 576, 1023, 1536, 2048, 2049, 5120, 7168, 9217, 18432, LONGEST_ROW]
@@ -32,38 +33,33 @@ def test_tiles_hold_cells_whole_and_little_else(num_columns, thread):
     assert choose_tile(num_columns, "block").rows == 128
 
 
-def calls(num_rows, granularity):
-    """Grid, arguments and options of each kernel that is launched."""
+def variants(num_rows, granularity, column_major):
+    """Of each kernel that is launched."""
     x, values, scale = (
         torch.empty(num_rows, 1200, dtype=torch.bfloat16, device="meta"),
         torch.empty(num_rows, 1200, dtype=torch.float8_e4m3fn, device="meta"),
         torch.empty(scale_shape(granularity, num_rows, 1200), device="meta"),
     )
-    partials = None
-    if granularity == "tensor":
-        yield (maxima := quantize_fp8._maxima_call(x, granularity))
-        partials = maxima[1]["partials_ptr"]
-    yield quantize_fp8._quantize_call(x, values, scale, partials, granularity, False, False, H100)
-    yield quantize_fp8._dequantize_call(values, scale, granularity, x, H100)
-    if granularity != "block":
-        style = (values, scale, granularity, True, False)
-        yield rms_norm_quant_fp8._call(x, x[0], x, *style, 1e-6, H100)
-        gate_and_up = torch.empty(num_rows, 2400, dtype=torch.bfloat16, device="meta")
-        yield silu_and_mul_quant_fp8._call(gate_and_up, *style, H100)
+    if column_major:
+        scale = torch.empty_strided(scale.shape, (1, -(-num_rows // 4) * 4), device="meta")
+    with launches_on(H100) as met:
+        quantize_fp8.quantize_fp8(x, values, scale, granularity, False, False)
+        quantize_fp8.dequantize_fp8(values, scale, granularity, x)
+        if granularity != "block":
+            style = (values, scale, granularity, True, False)
+            rms_norm_quant_fp8.rms_norm_quant_fp8(x, x[0], x, *style, 1e-6)
+            gate_and_up = torch.empty(num_rows, 2400, dtype=torch.bfloat16, device="meta")
+            silu_and_mul_quant_fp8.silu_and_mul_quant_fp8(gate_and_up, *style)
+    return met
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row", "group", "block"])
-def test_number_of_rows_changes_no_variant(granularity):
+@pytest.mark.parametrize(
+    "granularity, column_major",
+    [("tensor", False), ("row", False), ("group", False), ("group", True), ("block", False)],
+)
+def test_number_of_rows_changes_no_variant(granularity, column_major):
     """Nothing is compiled while serving."""
-
-    def variants(num_rows):
-        """All that is specialised on, but addresses."""
-        for _, arguments, options in calls(num_rows, granularity):
-            yield options | {
-                name: value.dtype if isinstance(value, torch.Tensor) else value
-                for name, value in arguments.items()
-                if name not in ("num_rows", "num_partials")
-            }
-
+    met = variants(100, granularity, column_major)
+    assert len(met) == {"tensor": 5, "block": 2}.get(granularity, 4)
     for num_rows in (1, 2, 16, 127, 128, 4096):
-        assert list(variants(num_rows)) == list(variants(100))
+        assert variants(num_rows, granularity, column_major) == met

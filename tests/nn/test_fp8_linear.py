@@ -6,7 +6,7 @@ from torch import nn
 
 import kvkern
 from kvkern import quantize_fp8
-from kvkern.nn import FP8Linear
+from kvkern.nn import FP8Linear, fp8_linear
 
 BF16, FP32 = torch.bfloat16, torch.float32
 every_scaling = pytest.mark.parametrize("scaling", ["block", "row"])
@@ -23,6 +23,18 @@ def test_result_is_scaled_mm_of_both_sides_quantised(scaling, dtype, device):
         a.values, w.values.T, a.scale, w.scale.T, bias=layer.bias.detach(), out_dtype=dtype
     )
     assert torch.equal(layer(x), product)
+
+
+def test_scales_of_groups_lie_as_products_fetch_them(monkeypatch, device):
+    met = []
+
+    def multiply(a, b, scale_a, scale_b, **options):
+        met.append(scale_a.stride())
+        return kvkern.scaled_mm(a, b, scale_a, scale_b, **options)
+
+    monkeypatch.setattr(fp8_linear, "scaled_mm", multiply)
+    FP8Linear(260, 200, device=device, dtype=BF16)(torch.randn(7, 260, device=device, dtype=BF16))
+    assert met == [(1, 8)]
 
 
 @every_scaling

@@ -199,6 +199,54 @@ def test_given_outputs_are_filled(backend, device):
     assert torch.equal(real, dequantize_fp8(*quantized, dtype=torch.float16, backend=backend))
 
 
+# one row, one of the next 16 bytes, a row more than a tile of a product; no tails, tails of both
+@pytest.mark.parametrize("shape", [(1, 300), (7, 1), (7, 256), (129, 390), (2, 3, 200), (130,)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_column_major_scales_are_the_same_numbers_in_another_order(shape, backend, device):
+    x = heavy_tailed(*shape, device=device)
+    groups, num_rows = -(-shape[-1] // 128), math.prod(shape[:-1])
+    options = {"granularity": "group", "backend": backend}
+    by_row = quantize_fp8(x, **options)
+    by_column = quantize_fp8(x, **options, column_major_scales=True)
+    assert_same_bytes(by_column, by_row)
+    assert_column_major(by_column.scale, (*shape[:-1], groups), num_rows)
+    assert torch.equal(
+        dequantize_fp8(*by_column, backend=backend), dequantize_fp8(*by_row, backend=backend)
+    )
+    again = quantize_fp8(x, **options, scale=by_column.scale)  # static, as it lies
+    assert again.scale is by_column.scale and again.scale.stride() == by_column.scale.stride()
+    assert_same_bytes(again, by_row)
+
+
+def assert_column_major(scale, shape, num_rows):
+    """Folded rows next to each other, groups a multiple of 16 bytes apart."""
+    assert scale.shape == shape
+    of_rows = torch.empty(shape[:-1], device="meta").stride()
+    assert scale.stride() == (*of_rows, -(-num_rows // 4) * 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_given_scales_keep_their_strides(backend, device):
+    x = heavy_tailed(2, 5, 260, device=device)
+    columns = torch.full((3, 12), 7.0, device=device)
+    contiguous = quantize_fp8(x, granularity="group", backend=backend).scale
+    scale = columns[:, :10].T.view(2, 5, 3)
+    scale.copy_(contiguous)
+    values, given = quantize_fp8(x, granularity="group", scale=scale, backend=backend)
+    assert given is scale and (columns[:, 10:] == 7).all()
+    real = dequantize_fp8(values, scale, backend=backend)
+    assert torch.equal(real, dequantize_fp8(values, contiguous, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(0, 256), (5, 0), (2, 0, 7), (0,)], ids=str)
+def test_column_major_scales_of_nothing(shape, backend, device):
+    x = torch.empty(shape, device=device)
+    quantized = quantize_fp8(x, granularity="group", column_major_scales=True, backend=backend)
+    assert quantized.scale.shape == (*shape[:-1], -(-shape[-1] // 128))
+    assert dequantize_fp8(*quantized, backend=backend).shape == x.shape
+
+
 def test_heavy_tails_keep_their_relative_precision(device):
     """A uniform grid of 8 bits, which some call fp8, is off by half on such numbers."""
     x = heavy_tailed(64, 1024, dtype=torch.float32, device=device)
@@ -208,15 +256,17 @@ def test_heavy_tails_keep_their_relative_precision(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_graph_replay_reads_new_numbers_without_the_host(granularity):
-    x = heavy_tailed(200, 300, device="cuda")
-    quantize_fp8(x, granularity=granularity)
+@pytest.mark.parametrize(
+    "granularity, column_major", [*itertools.product(GRANULARITIES, [False]), ("group", True)]
+)
+def test_graph_replay_reads_new_numbers_without_the_host(granularity, column_major):
+    x = heavy_tailed(201, 300, device="cuda")
+    quantize_fp8(x, granularity=granularity, column_major_scales=column_major)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        quantized = quantize_fp8(x, granularity=granularity)
+        quantized = quantize_fp8(x, granularity=granularity, column_major_scales=column_major)
         real = dequantize_fp8(*quantized)
-    x.copy_(heavy_tailed(200, 300, device="cuda") * 3)
+    x.copy_(heavy_tailed(201, 300, device="cuda") * 3)
     graph.replay()
     assert_same_bytes(quantized, quantize_fp8(x, granularity=granularity, backend="reference"))
     assert torch.equal(real, dequantize_fp8(*quantized, backend="reference"))
@@ -315,10 +365,27 @@ MISTAKES = {
         kvkern.ShapeMismatchError,
         r"scale: want \[1\] or \[4, 1\] or \[4, 2\] or \[1, 2\], got \[3\]",
     ),
-    "scales of columns, not rows": (
-        lambda: dequantize_fp8(X.to(E4M3), torch.ones(2, 4).T),
+    "scales of blocks, transposed": (
+        lambda: dequantize_fp8(torch.zeros(256, 384).to(E4M3), torch.ones(3, 2).T),
         kvkern.LayoutError,
-        r"scale: want contiguous, got strides \[1, 4\]",
+        r"scale: want contiguous, got strides \[1, 2\]",
+    ),
+    "scales of rows with gaps": (
+        lambda: quantize_fp8(X, scale=torch.ones(8, 1)[::2]),
+        kvkern.LayoutError,
+        r"scale: want contiguous, got strides \[2, 1\]",
+    ),
+    "scales of rows at two distances": (
+        lambda: quantize_fp8(
+            torch.zeros(4, 2, 256), granularity="group", scale=torch.ones(4, 3, 2)[:, :2]
+        ),
+        kvkern.LayoutError,
+        r"scale: want rows at one distance, got strides \[6, 2, 1\]",
+    ),
+    "column-major scales of rows": (
+        lambda: quantize_fp8(X, column_major_scales=True),
+        kvkern.ArgumentError,
+        r"column_major_scales: want it with granularity 'group', got 'row'",
     ),
     "a result in fp8": (
         lambda: dequantize_fp8(X.to(E4M3), torch.ones(1), dtype=E4M3),

@@ -7,6 +7,7 @@ import torch
 
 import kvkern
 from kvkern import dequantize_fp8, quantize_fp8, rms_norm_quant_fp8
+from tests.ops.test_quantize_fp8 import assert_column_major, assert_same_bytes
 
 BACKENDS = ["triton", "reference"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -139,6 +140,17 @@ def test_strides_leading_dims_and_outputs(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(1, 300), (7, 256), (129, 129), (2, 3, 200)], ids=str)
+def test_column_major_scales_are_the_same_numbers_in_another_order(shape, backend, device):
+    x, gamma = make_inputs(*shape, device=device)
+    options = {"granularity": "group", "backend": backend}
+    by_row = rms_norm_quant_fp8(x, gamma, **options)
+    by_column = rms_norm_quant_fp8(x, gamma, **options, column_major_scales=True)
+    assert_same_bytes(by_column, by_row)
+    assert_column_major(by_column.scale, by_row.scale.shape, math.prod(shape[:-1]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(0, 256), (5, 0), (2, 0, 7)], ids=str)
 def test_empty_dims(shape, backend, device):
     x, gamma = torch.empty(shape, device=device), torch.ones(shape[-1], device=device)
@@ -160,6 +172,11 @@ def test_graph_replay_reads_new_numbers():
 
 X, GAMMA = torch.zeros(4, 256), torch.ones(256)
 MISTAKES = {
+    "column-major scales of a tensor": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, granularity="tensor", column_major_scales=True),
+        kvkern.ArgumentError,
+        r"column_major_scales: want it with granularity 'group', got 'tensor'",
+    ),
     "blocks": (
         lambda: rms_norm_quant_fp8(X, GAMMA, granularity="block"),
         kvkern.ArgumentError,

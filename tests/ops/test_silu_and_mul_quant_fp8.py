@@ -7,6 +7,7 @@ import torch
 
 import kvkern
 from kvkern import dequantize_fp8, silu_and_mul_quant_fp8
+from tests.ops.test_quantize_fp8 import assert_column_major, assert_same_bytes
 from tests.ops.test_rms_norm_quant_fp8 import BACKENDS, E4M3, E5M2, assert_quantizes
 
 
@@ -91,6 +92,17 @@ def test_strides_leading_dims_and_outputs(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(1, 300), (7, 256), (129, 129), (2, 3, 200)], ids=str)
+def test_column_major_scales_are_the_same_numbers_in_another_order(shape, backend, device):
+    x = make_input(*shape, device=device)
+    options = {"granularity": "group", "backend": backend}
+    by_row = silu_and_mul_quant_fp8(x, **options)
+    by_column = silu_and_mul_quant_fp8(x, **options, column_major_scales=True)
+    assert_same_bytes(by_column, by_row)
+    assert_column_major(by_column.scale, by_row.scale.shape, math.prod(shape[:-1]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(0, 256), (5, 0), (2, 0, 14)], ids=str)
 def test_empty_dims(shape, backend, device):
     values, scale = silu_and_mul_quant_fp8(
@@ -118,6 +130,11 @@ MISTAKES = {
         lambda: silu_and_mul_quant_fp8(X[:, :255]),
         kvkern.ShapeMismatchError,
         r"x: want \[..., 2I\], gate then up; got \[4, 255\]",
+    ),
+    "column-major scales of a tensor": (
+        lambda: silu_and_mul_quant_fp8(X, granularity="tensor", column_major_scales=True),
+        kvkern.ArgumentError,
+        r"column_major_scales: want it with granularity 'group', got 'tensor'",
     ),
     "blocks": (
         lambda: silu_and_mul_quant_fp8(X, granularity="block"),
