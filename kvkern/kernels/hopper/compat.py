@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_values = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 GLUON_TYPES = {
@@ -48,6 +49,12 @@ def matrix_descriptor(matrices: Tensor, block: tuple[int, int]) -> TensorDescrip
     box = (1, *block)
     layout = _default_layout(box, matrices.dtype)
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
+
+
+def box_descriptor(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """The same of as many dims as a box has, the last contiguous."""
+    layout = _default_layout(box, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)
 
 
 @lru_cache
