@@ -58,7 +58,7 @@ ABSORB_CASES: tuple[AbsorbCase, ...] = tuple(
     for weights in ("bf16", "fp8")
     for model in (Model("deepseek_v3", 128), Model("deepseek_v3_tp8", 16))
     for side in ("query", "output")
-    for num_tokens in (1, 16, 128, 4096)
+    for num_tokens in (1, 16, 128, 512, 4096)
 )
 
 

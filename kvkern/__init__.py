@@ -40,6 +40,7 @@ from kvkern.ops.weight_only import (
     quantize_int8,
 )
 from kvkern.ops.write_kv import write_kv
+from kvkern.warm_up import warm_up_sizes
 
 __version__ = "0.1.0"
 
@@ -87,5 +88,6 @@ __all__ = [
     "rms_norm_quant_fp8",
     "scaled_mm",
     "silu_and_mul_quant_fp8",
+    "warm_up_sizes",
     "write_kv",
 ]

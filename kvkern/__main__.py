@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kvkern.backends import TABLE
 from kvkern.errors import KvkernError
 from kvkern.layout import FORMAT_NAMES
 
@@ -151,6 +152,12 @@ def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         help="out_features x in_features (default: those of DeepSeek V3)",
     )
     add("--rows", nargs="+", type=_count, metavar="M", help="default: 1 to 4096")
+    add(
+        "--backends",
+        nargs="+",
+        choices=[backend.name for backend in TABLE["scaled_mm"] if backend.name != "reference"],
+        help="default: all that run here",
+    )
 
 
 def _layer(text: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import torch
 
 import kvkern
 from kvkern import ArgumentError, CacheFormat, PagedBatch, PagedKVCache, UnsupportedError, explain
-from kvkern.backends import TABLE, DecodeCall, choose, table, takes_e4m3_queries
+from kvkern.backends import TABLE, AbsorbCall, DecodeCall, choose, table, takes_e4m3_queries
 from kvkern.ops.pages import gather_kv
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -51,7 +51,7 @@ SHARED_MODULES = {  # of several ops, or of one and what undoes it
 }
 
 
-HOPPER_OPS = ("mla_decode", "scaled_mm", "matmul_w8a16", "matmul_w4a16")
+HOPPER_OPS = ("mla_absorb", "mla_decode", "scaled_mm", "matmul_w8a16", "matmul_w4a16")
 
 
 def module_of(op):
@@ -133,6 +133,22 @@ def test_explain_says_what_auto_runs_and_why_not_the_others(interpret, card):
     assert explain("write_kv", device="cuda") == expected
     fp64 = explain("write_kv", device=CUDA, dtype=torch.float64)
     assert [reason is None for _, reason in fp64] == [False, False]
+
+
+def test_auto_leaves_a_call_that_a_backend_yields_and_its_name_does_not(card):
+    card(9, 0)
+    few = AbsorbCall(BF16, 64, 16, 512, True, True, True)
+    many = few._replace(num_tokens=4096)
+    reasons = dict(explain("mla_absorb", CUDA, BF16, few))
+    assert reasons["hopper"].startswith("is no faster up to 64") and reasons["triton"] is None
+    assert explain("mla_absorb", CUDA, BF16, many)[0] == ("hopper", None)
+    for name, call, module in (
+        ("auto", few, "mla_absorb"),
+        ("auto", many, "hopper.mla_absorb"),
+        ("hopper", few, "hopper.mla_absorb"),
+    ):
+        run = choose("mla_absorb", name, CUDA, BF16, call)
+        assert run.__module__ == f"kvkern.kernels.{module}"
 
 
 @pytest.mark.parametrize("op", TABLE)

@@ -18,10 +18,11 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "errors": set(),
     "layout": {"errors"},
+    "warm_up": {"errors"},
     "cache": {"errors", "layout"},
     "reference": {"errors", "layout", "cache"},
-    "kernels": {"errors", "layout", "cache"},
-    "backends": {"errors", "layout", "cache", "reference", "kernels"},
+    "kernels": {"errors", "layout", "cache", "warm_up"},
+    "backends": {"errors", "layout", "cache", "warm_up", "reference", "kernels"},
     "ops": {"errors", "layout", "cache", "backends"},
     "nn": {"errors", "layout", "cache", "backends", "ops"},
     "engine": {"errors", "layout", "cache", "backends", "ops", "nn"},

@@ -266,8 +266,8 @@ def _mla_absorb(case: _Case, backend: str) -> Tensor:
 
 
 def _absorbed(case: _Case) -> tuple[Tensor, Tensor]:
-    """7 tokens of 3 heads, and the weights 3 x 200 x 128."""
-    x, weight = case.randn(15, 7, _HEADS, 200), case.randn(16, _HEADS, 128, 200).bfloat16()
+    """7 tokens of 3 heads, and the weights 3 x 192 x 128."""
+    x, weight = case.randn(15, 7, _HEADS, 192), case.randn(16, _HEADS, 128, 192).bfloat16()
     return x, weight.mT
 
 

@@ -14,13 +14,14 @@ from kvkern.errors import UnsupportedError
 from kvkern.ops.quantize import Granularity
 from kvkern.testing.budget import assert_within_budget
 from kvkern.testing.timing import capture, host_us, time_interleaved_us
+from kvkern.warm_up import size_class
 
 LAYERS = (  # N, K: DeepSeek-V3's
     (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048),
     (36864, 7168), (7168, 18432),
 )  # fmt: skip
-ROWS = (1, 8, 16, 32, 64, 128, 512, 4096)
-_NEARLY = 0.98  # of the time of the first backend: for less gain its place in the table counts
+ROWS = tuple(2**power for power in range(13))  # 1 to 4096
+_NEARLY = 0.99  # of the time of the first backend: for less gain its place in the table counts
 _FAST_ERROR = 0.02  # relative; at K = 16384 with a mean an H200's is 0.009
 _CHECKED_ROWS = 16  # of a result, in fp64: all columns of the first
 
@@ -47,20 +48,25 @@ def run(settings: argparse.Namespace) -> int:
     for columns, depth in settings.layers or LAYERS:
         for scales in _KINDS:
             for num_rows in settings.rows or ROWS:
-                row, wrong = _measure(num_rows, columns, depth, scales, device)
+                row, wrong = _measure(num_rows, columns, depth, scales, settings.backends, device)
                 for name, reason in wrong.items():
                     is_right = False
                     print(f"{name} is WRONG, and left out: {reason}")
                 if row is not None:
                     rows.append(row)
                     print(_line(row), flush=True)
-    tuned.write(settings.out, _card(device), rows)
+        tuned.write(settings.out, _card(device), rows)  # what there is, should a layer fail
     print(f"{settings.out}: {len(rows)} rows. KVKERN_TUNED={settings.out} has it read.")
     return 0 if is_right else 1
 
 
 def _measure(
-    num_rows: int, columns: int, depth: int, scales: _Scales, device: torch.device
+    num_rows: int,
+    columns: int,
+    depth: int,
+    scales: _Scales,
+    backends: list[str] | None,
+    device: torch.device,
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """The table's row, and what is wrong with a backend that is not in it."""
     generator = torch.Generator(device).manual_seed(0)
@@ -74,7 +80,7 @@ def _measure(
     wrong: dict[str, str] = {}
     exact, rounded = _expected(left, right, scales)
     for backend in TABLE["scaled_mm"]:
-        if backend.name == "reference":
+        if backend.name == "reference" or backend.name not in (backends or [backend.name]):
             continue
         call = partial(
             kvkern.scaled_mm, *given, accumulation=scales.accumulation, backend=backend.name
@@ -92,7 +98,7 @@ def _measure(
     first, best = next(iter(us)), min(us, key=us.__getitem__)
     kind = tuned.Kind(
         "scaled_mm", scales.name, scales.accumulation, "float8_e4m3fn", "bfloat16",
-        1 << max(num_rows - 1, 0).bit_length(), columns, depth,
+        size_class(num_rows), columns, depth,
     )  # fmt: skip
     chosen = best if us[best] < _NEARLY * us[first] else first
     return {**kind._asdict(), "fastest": chosen, "us": us}, wrong

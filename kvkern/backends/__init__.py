@@ -1,7 +1,9 @@
 """Which implementation runs: one ordered table per op, and the reason for each refusal."""
 
+from kvkern.backends.again import TakesTensors
 from kvkern.backends.table import (
     TABLE,
+    AbsorbCall,
     Backend,
     DecodeCall,
     MatmulCall,
@@ -13,9 +15,11 @@ from kvkern.backends.table import (
 
 __all__ = [
     "TABLE",
+    "AbsorbCall",
     "Backend",
     "DecodeCall",
     "MatmulCall",
+    "TakesTensors",
     "WeightOnlyCall",
     "choose",
     "explain",

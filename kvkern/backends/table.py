@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvkern.backends.tuned import fastest
+from kvkern.backends.tuned import ranking
 from kvkern.errors import ArgumentError, UnsupportedError
 from kvkern.layout import CacheFormat
+from kvkern.warm_up import size_class
 
 
 class DecodeCall(NamedTuple):
@@ -50,6 +51,21 @@ class MatmulCall(NamedTuple):
     is_exact: bool
 
 
+class AbsorbCall(NamedTuple):
+    """What a backend of ``mla_absorb`` may refuse by, beside the device.
+
+    A tensor is aligned as in ``MatmulCall``, w if it is contiguous along K or along N.
+    """
+
+    x_dtype: torch.dtype
+    num_tokens: int
+    num_heads: int
+    depth: int
+    x_is_aligned: bool
+    w_is_aligned: bool
+    out_is_aligned: bool
+
+
 class WeightOnlyCall(NamedTuple):
     """What a backend of ``matmul_w8a16`` and ``matmul_w4a16`` may refuse by, beside the device."""
 
@@ -59,7 +75,7 @@ class WeightOnlyCall(NamedTuple):
     is_aligned: bool  # x's rows and the weight begin at multiples of 16 bytes
 
 
-Call = DecodeCall | MatmulCall | WeightOnlyCall
+AnyCall = AbsorbCall | DecodeCall | MatmulCall | WeightOnlyCall
 
 
 def _takes_any_call(call: Any) -> str | None:
@@ -72,7 +88,8 @@ class Backend(NamedTuple):
     ``source`` is ``"module:function"``, imported at first use, so that ``import kvkern`` needs
     neither Triton nor a GPU. ``refuses(device, dtype)`` gives the reason it cannot run, or None;
     ``refuses_call`` the reason it cannot run this call. ``auto_on`` lists the device types where
-    ``"auto"`` may take it. ``takes_e4m3_queries``: it is given them as they are.
+    ``"auto"`` may take it; ``yields_call`` is the reason that it leaves a call to the next.
+    ``takes_e4m3_queries``: it is given them as they are.
     """
 
     name: str
@@ -81,6 +98,7 @@ class Backend(NamedTuple):
     auto_on: tuple[str, ...]
     refuses_call: Callable[[Any], str | None] = _takes_any_call  # its op's call
     takes_e4m3_queries: bool = False
+    yields_call: Callable[[Any], str | None] = _takes_any_call
 
     def load(self) -> Callable[..., Any]:
         module, function = self.source.split(":")
@@ -216,6 +234,36 @@ def _hopper_matmul_refuses_call(call: MatmulCall) -> str | None:
     return None
 
 
+def _hopper_absorb_refuses_call(call: AbsorbCall) -> str | None:
+    if call.x_dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {call.x_dtype}"
+    if not 0 < call.depth <= 1024:
+        return f"takes K from 1 to 1024, got {call.depth}"
+    if not (call.x_is_aligned and call.w_is_aligned and call.out_is_aligned):
+        return (
+            "takes x, out and w of contiguous rows (w: or columns) that begin at multiples of 16 "
+            "bytes"
+        )
+    return None
+
+
+def _hopper_absorb_yields_call(call: AbsorbCall) -> str | None:
+    """A program fetches its part of w whole: the deeper that is, the more rows it takes to pay.
+
+    By microseconds on an H200, hopper's and triton's. K = 128: 2048 rows 8.4 and 7.2, 8192 9.6 and
+    10.0 (16 heads), 16384 14.1 and 15.9. K = 512: 8192 10.1 and 10.3, in e4m3 12.0 and 11.3; 16384
+    15.3 and 15.1, in e4m3 16.8 and 14.9; 65536 29.1 and 36.1. By size class, as tiles go: a
+    warm-up meets the kernel of each.
+    """
+    num_tokens, fewest = size_class(call.num_tokens), 64 * max(call.depth, 128)
+    if num_tokens < 128 or num_tokens * call.num_heads < fewest:
+        return (
+            f"is no faster up to 64 tokens, and below {fewest} tokens x heads, got "
+            f"{call.num_tokens} x {call.num_heads}"
+        )
+    return None
+
+
 def _hopper_weight_only_refuses_call(call: WeightOnlyCall) -> str | None:
     if call.num_rows <= 16:
         return f"takes more than 16 rows, got {call.num_rows}"
@@ -310,7 +358,17 @@ TABLE: dict[str, tuple[Backend, ...]] = {
         Backend("flashinfer", "kvkern.backends.flashinfer:mla_decode", _flashinfer_refuses, ()),
     ),
     "mla_prefill": _row("mla_prefill", "mla_prefill"),
-    "mla_absorb": _row("mla_absorb", "mla_absorb"),
+    "mla_absorb": (
+        Backend(
+            "hopper",
+            "kvkern.kernels.hopper.mla_absorb:mla_absorb",
+            _hopper_refuses,
+            ("cuda",),
+            _hopper_absorb_refuses_call,
+            yields_call=_hopper_absorb_yields_call,
+        ),
+        *_row("mla_absorb", "mla_absorb"),
+    ),
     "merge_states": _row("merge_states", "merge_states"),
     "gather_kv": _row("gather_kv", "gather_kv"),
     "copy_pages": _row("copy_pages", "copy_pages"),
@@ -356,7 +414,7 @@ def explain(
     op: str,
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
-    call: Call | None = None,
+    call: AnyCall | None = None,
 ) -> list[tuple[str, str | None]]:
     """Each backend of ``op`` in order, with why ``"auto"`` passes it over, or None if it would not.
 
@@ -369,6 +427,8 @@ def explain(
         reason = _reason(backend, device, dtype, call)
         if reason is None and device.type not in backend.auto_on:
             reason = f"runs on {device.type} only when named"
+        if reason is None and call is not None:
+            reason = backend.yields_call(call)
         rows.append((backend.name, reason))
     return _by_time(op, device, dtype, call, rows)
 
@@ -377,13 +437,13 @@ def _by_time(
     op: str,
     device: torch.device,
     dtype: torch.dtype,
-    call: Call | None,
+    call: AnyCall | None,
     rows: list[tuple[str, str | None]],
 ) -> list[tuple[str, str | None]]:
-    """The same rows; where the fastest backend is known, and takes the call, with no other."""
-    name = fastest(op, device, call)
-    for backend in _backends(op):
-        if backend.name == name and _reason(backend, device, dtype, call) is None:
+    """The same rows; where times are known, with the fastest that takes the call and no other."""
+    backends = {backend.name: backend for backend in _backends(op)}
+    for name in ranking(op, device, call):
+        if name in backends and _reason(backends[name], device, dtype, call) is None:
             slower = f"{name} was measured to be faster for this on this card (kvkern tune)"
             return [(n, None if n == name else reason or slower) for n, reason in rows]
     return rows
@@ -393,7 +453,7 @@ def _reason(
     backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
-    call: Call | None,
+    call: AnyCall | None,
 ) -> str | None:
     reason = backend.refuses(device, dtype)
     return backend.refuses_call(call) if reason is None and call is not None else reason
@@ -405,7 +465,7 @@ def choose(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
-    call: Call | None = None,
+    call: AnyCall | None = None,
 ) -> Callable[..., Any]:
     """The implementation that runs; remembered per argument, so a call costs one lookup.
 

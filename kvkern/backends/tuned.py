@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvkern.warm_up import size_class
+
 SHIPPED = Path(__file__).parent.parent / "tuned"
 _SCALES = {  # by cells of a and b
     ((0, 0), (0, 0)): "tensor",
@@ -31,7 +33,7 @@ class Kind(NamedTuple):
     accumulation: str
     dtype: str  # of the inputs
     out_dtype: str
-    rows: int  # this many, down to half of it, which is the next row's
+    rows: int  # their size class; a row of a table stands for lower ones too, down to half of it
     columns: int
     depth: int
 
@@ -49,18 +51,20 @@ def kind_of(op: str, call: Any) -> Kind | None:
         "exact" if call.is_exact else "fast",
         str(call.a_dtype).removeprefix("torch."),
         str(call.out_dtype).removeprefix("torch."),
-        1 << max(call.num_rows - 1, 0).bit_length(),
+        size_class(call.num_rows),
         call.num_columns,
         call.depth,
     )
 
 
-def fastest(op: str, device: torch.device, call: Any) -> str | None:
-    """The backend's name, if a table of this card has a row for the call."""
+def ranking(op: str, device: torch.device, call: Any) -> tuple[str, ...]:
+    """Backends, the fastest first, if a table of this card has a row for the call; or none."""
     kind = kind_of(op, call)
     if kind is None or device.type != "cuda":
-        return None
-    return _rows(torch.cuda.get_device_name(device)).get(kind)
+        return ()
+    measured = _rows(torch.cuda.get_device_name(device)).get(kind._replace(rows=0), {})
+    near = [rows for rows in measured if kind.rows <= rows < 2 * kind.rows]
+    return measured[min(near)] if near else ()
 
 
 def versions() -> dict[str, str]:
@@ -78,24 +82,33 @@ def file_name(card: str) -> str:
 
 
 @lru_cache
-def _rows(card: str) -> dict[Kind, str]:
-    """Of all tables of the card; those of ``KVKERN_TUNED`` go before those that are shipped."""
+def _rows(card: str) -> dict[Kind, dict[int, tuple[str, ...]]]:
+    """Rankings by number of rows, by kind with that left out, of all tables of the card.
+
+    Those of ``KVKERN_TUNED`` go before those that are shipped.
+    """
     files = [SHIPPED / file_name(card)]
     if "KVKERN_TUNED" in os.environ:
         files.append(Path(os.environ["KVKERN_TUNED"]))
-    rows: dict[Kind, str] = {}
+    rankings: dict[Kind, dict[int, tuple[str, ...]]] = {}
     for file in files:
         if file.exists():
-            rows |= read(file, card)
-    return rows
+            for kind, names in read(file, card).items():
+                rankings.setdefault(kind._replace(rows=0), {})[kind.rows] = names
+    return rankings
 
 
-def read(file: Path, card: str) -> dict[Kind, str]:
-    """A table's rows; none if it is of another card or of other versions."""
+def read(file: Path, card: str) -> dict[Kind, tuple[str, ...]]:
+    """A table's rankings; none if it is of another card or of other versions."""
     table = json.loads(file.read_text())
     if table["card"] != card or table["versions"] != versions():
         return {}
-    return {Kind(*(row[name] for name in Kind._fields)): row["fastest"] for row in table["rows"]}
+    return {Kind(*(row[name] for name in Kind._fields)): _ranked(row) for row in table["rows"]}
+
+
+def _ranked(row: dict[str, Any]) -> tuple[str, ...]:
+    """``fastest``, which may be so by less than counts, then the others by their time."""
+    return tuple(sorted(row["us"], key=lambda name: (name != row["fastest"], row["us"][name])))
 
 
 def write(file: Path, card: str, rows: list[dict[str, Any]]) -> None:

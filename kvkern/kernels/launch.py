@@ -137,6 +137,30 @@ def _without_tensor(number: int, descriptor: Any) -> list[Any]:
     return [moved(descriptor, descriptor.base.data_ptr())]
 
 
+class Descriptors:
+    """A launch's descriptors, encoded once for an address: allocators come back to the same few."""
+
+    def __init__(self, launch: Launch, descriptors: Mapping[int, Any]) -> None:
+        self._launch = launch
+        self._descriptors = descriptors  # by the number of the parameter; None: it has none
+        self._encoded: dict[tuple[int, int], list[Any]] = {}  # and by address
+
+    def at(self, number: int, address: Any) -> list[Any]:
+        """What a launch takes for the parameter where its tensor begins at ``address``."""
+        if self._descriptors[number] is None:
+            return [address]
+        encoded = self._encoded.get((number, address))
+        if encoded is None:
+            if len(self._encoded) >= _MOST_DESCRIPTORS:
+                self._encoded.clear()
+            there = moved(self._descriptors[number], address)
+            encoded = self._encoded[number, address] = self._launch.encoded(number, [there])
+        return encoded
+
+
+_MOST_DESCRIPTORS = 512  # of a kind of call: each layer's weight, and a step's buffers
+
+
 class _Launcher(NamedTuple):
     """How ``run(*grid, stream, *between, *arguments)`` launches a kernel."""
 

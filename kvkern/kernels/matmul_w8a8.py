@@ -25,6 +25,7 @@ from kvkern.kernels.sum_splits import (
     sum_splits_kernel,
 )
 from kvkern.layout import MIN_TOKEN_SCALE
+from kvkern.warm_up import size_class
 
 _MIN_SCALE: tl.constexpr = tl.constexpr(MIN_TOKEN_SCALE)
 _CHUNK: tl.constexpr = tl.constexpr(chunk_columns(8))
@@ -151,7 +152,7 @@ def matmul_w8a8(
     gpu = gpu_of(x.device)
     codes = _new_codes(x)
     _quantize_rows_kernel[x.shape[0],](**_quantize_arguments(x, codes), **_NO_FUSION)
-    tiles = choose_tiles(out.shape[0], out.shape[1], x.shape[1], 8, gpu)
+    tiles = choose_tiles(size_class(out.shape[0]), out.shape[1], x.shape[1], 8, gpu)
     parts = out if tiles.num_splits == 1 else new_partials(tiles.num_splits, out, torch.int32)
     grid, arguments, options = _matmul_call(codes, values, scale, zero, bias, parts, tiles, gpu)
     _matmul_w8a8_kernel[grid](**arguments, **options)

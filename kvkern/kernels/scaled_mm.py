@@ -25,6 +25,7 @@ from kvkern.kernels.sum_splits import (
     sum_splits_call,
     sum_splits_kernel,
 )
+from kvkern.warm_up import size_class
 
 _DEPTH = 128  # of K in a step of the loop, and in a scale's cell
 _BLOCK_K: tl.constexpr = tl.constexpr(_DEPTH)
@@ -313,7 +314,7 @@ def _tiles_for(
         num_rows = triton.cdiv(num_rows, max(num_matrices, 1))
     addresses_and_strides = {a.data_ptr(), b.data_ptr(), *a.stride(), *b.stride()} - {1}
     return choose_tiles(
-        num_rows,
+        size_class(num_rows),
         num_columns,
         depth,
         num_matrices,

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kvkern.backends import choose
+from kvkern.backends import AbsorbCall, choose
 from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS64, Sizes
-from kvkern.ops.matmul import read_weight_scale
+from kvkern.ops.matmul import is_aligned, read_weight_scale
 
 
 def mla_absorb(
@@ -76,7 +76,16 @@ def mla_absorb(
         out = torch.empty(*x.shape[:2], w.shape[2], dtype=x.dtype, device=x.device)
     else:
         sizes.match("out", out, "T H N", x.dtype, strides="rows")
-    run = choose("mla_absorb", backend, x.device, x.dtype)
+    call = AbsorbCall(
+        x_dtype=x.dtype,
+        num_tokens=x.shape[0],
+        num_heads=x.shape[1],
+        depth=x.shape[2],
+        x_is_aligned=is_aligned(x.transpose(0, 1)),
+        w_is_aligned=is_aligned(w) or is_aligned(w.mT),
+        out_is_aligned=is_aligned(out.transpose(0, 1)),
+    )
+    run = choose("mla_absorb", backend, x.device, x.dtype, call)
     if out.numel() > 0:
         _KNOWN.remember(key, run(x, w, of_w, cell, out))
     return out

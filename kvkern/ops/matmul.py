@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvkern.backends import MatmulCall, choose
+from kvkern.backends import MatmulCall, TakesTensors, choose
 from kvkern.errors import ArgumentError, ShapeMismatchError, UnsupportedDtypeError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS, FLOATS64, Sizes
@@ -83,7 +83,10 @@ def scaled_mm(
         if out is None:
             out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device=a.device)
             addresses[-1] = out.data_ptr()
-        again(addresses)
+        if isinstance(again, TakesTensors):
+            again(a, b, scale_a, scale_b, row_offsets, bias, out)
+        else:
+            again(addresses)
         return out
     _check(a, b, row_offsets, bias, out_dtype, accumulation)
     of_a, cell_a, of_b, cell_b = _scales(a, b, scale_a, scale_b, row_offsets is not None)
@@ -103,9 +106,9 @@ def scaled_mm(
         depth=a.shape[2],
         cell_a=cell_a,
         cell_b=cell_b,
-        a_is_aligned=_is_aligned(a),
-        b_is_aligned=_is_aligned(b.mT),
-        out_is_aligned=_is_aligned(out_matrices),
+        a_is_aligned=is_aligned(a),
+        b_is_aligned=is_aligned(b.mT),
+        out_is_aligned=is_aligned(out_matrices),
         bias_dtype=None if bias is None else bias.dtype,
         is_exact=accumulation == "exact",
     )
@@ -270,7 +273,7 @@ def _as_matrices(x: Tensor) -> Tensor:
     return x if x.ndim == 3 else x[None]
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """Whether rows are contiguous, apart, and begin at multiples of 16 bytes."""
     num_matrices, num_rows, num_columns = x.shape
     of_matrix, of_row = (stride * x.element_size() for stride in x.stride()[:2])

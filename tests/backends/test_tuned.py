@@ -9,6 +9,7 @@ import kvkern
 from kvkern.__main__ import main
 from kvkern._cli import tune
 from kvkern.backends import TABLE, MatmulCall, choose, explain, tuned
+from kvkern.warm_up import size_class
 
 CUDA, BF16, E4M3 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
 CALL = MatmulCall(
@@ -94,6 +95,20 @@ def test_a_backend_that_refuses_is_not_taken_however_fast_it_was(tables):
     assert auto(CALL) == "hopper"
 
 
+def test_rows_in_between_go_by_the_next_that_were_measured_up_to_twice_as_many(tables):
+    more = KIND._replace(rows=3072)
+    tables([row_of(KIND, "torch", hopper=2.0, torch=1.0), row_of(more, "triton", triton=1.0)])
+    chosen = {n: auto(CALL._replace(num_rows=n)) for n in (1536, 1537, 3072, 3073, 4096, 4097)}
+    assert list(chosen.values()) == ["hopper", "triton", "triton", "torch", "torch", "hopper"]
+
+
+def test_next_fastest_is_taken_where_the_fastest_refuses(tables):
+    """DeepGEMM may be faster, and is not installed everywhere."""
+    tables([row_of(KIND, "deepgemm", hopper=3.0, triton=2.5, torch=2.0, deepgemm=1.0)])
+    assert auto(CALL) == "torch"
+    assert auto(CALL._replace(bias_dtype=torch.float32)) == "triton"  # torch wants out's dtype
+
+
 def test_a_named_backend_does_not_ask_the_table(tables):
     tables([row_of(KIND, "torch", hopper=2.0, torch=1.0)])
     run = choose("scaled_mm", "triton", CUDA, BF16, CALL)
@@ -105,7 +120,7 @@ def test_tables_of_other_cards_and_versions_are_not_read(tables, monkeypatch):
     tables(rows, file="some_card.json", card="Some Other Card")
     assert auto(CALL) == "hopper"
     file = tables(rows)
-    assert tuned.read(file, "Some Card") == {KIND: "torch"}
+    assert tuned.read(file, "Some Card") == {KIND: ("torch", "hopper")}
     monkeypatch.setattr(tuned, "versions", lambda: {"torch": "1.0.0", "triton": "0.1"})
     assert tuned.read(file, "Some Card") == {}
 
@@ -127,7 +142,7 @@ def test_shipped_tables_name_backends_and_what_was_the_fastest(file):
     kinds = [tuned.Kind(*(row[name] for name in tuned.Kind._fields)) for row in table["rows"]]
     assert len(set(kinds)) == len(kinds) > 0
     for row in table["rows"]:
-        assert row["rows"] & (row["rows"] - 1) == 0  # else no call finds it
+        assert row["rows"] == size_class(row["rows"])  # else no call finds it
         assert set(row["us"]) <= set(names) and row["fastest"] in row["us"]
         assert row["us"][row["fastest"]] <= min(row["us"].values()) / 0.98
 
@@ -166,10 +181,15 @@ def test_tune_leaves_out_what_is_wrong_and_names_the_fastest(times, tmp_path, ca
     assert {row["scales"] for row in table["rows"]} == {"tensor", "row", "block"}
 
 
-def test_tune_prefers_the_first_backend_for_less_than_two_percent(times, tmp_path):
-    times.update(torch=9.9, triton=100.0)
+def test_tune_prefers_the_first_backend_for_less_than_one_percent(times, tmp_path):
+    times.update(torch=9.95, triton=100.0)
     _, table = tune_here(tmp_path)
     assert {row["fastest"] for row in table["rows"]} == {"hopper"}
+
+
+def test_tune_times_the_backends_it_is_given(times, tmp_path):
+    status, table = tune_here(tmp_path, "--backends", "torch", "deepgemm")
+    assert status == 0 and [row["us"] for row in table["rows"]] == [{"torch": 5.0}] * 5
 
 
 @pytest.mark.parametrize("layer", ["40", "x40", "40x", "0x8", "axb"])

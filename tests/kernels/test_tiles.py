@@ -12,6 +12,7 @@ from kvkern.kernels.device import INTERPRETED, Gpu
 from kvkern.kernels.hopper import matmul_weight_only_many
 from kvkern.kernels.hopper import scaled_mm as hopper_scaled_mm
 from kvkern.kernels.packed_ints import chunk_columns
+from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.sum_splits import MOST_SPLITS
 from kvkern.layout import FORMAT_NAMES, CacheFormat
 
@@ -206,10 +207,11 @@ def test_hopper_weight_only_products_fill_the_card_once():
 
 @pytest.mark.parametrize("in_tensor_core", [True, False])
 def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(in_tensor_core):
+    layers = [(2112, 7168), (24576, 1536), (7168, 16384), (512, 128), (8, 16)]
     for num_rows, (num_columns, depth), num_matrices in itertools.product(
-        [1, 16, 64, 65, 128, 200, 4096], [(2112, 7168), (24576, 1536), (512, 128), (8, 16)], [1, 16]
+        [1, 16, 17, 64, 65, 128, 200, 4096], layers, [1, 16]
     ):
-        rows, columns, num_splits, stages = hopper_scaled_mm.choose_tiles(
+        rows, columns, num_splits, stages, is_few = hopper_scaled_mm.choose_tiles(
             num_rows, num_columns, depth, num_matrices,
             sums_in_tensor_core=in_tensor_core, num_sms=132,
         )  # fmt: skip
@@ -217,10 +219,19 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
         # a thread has at most 240 registers: a tile's sums, and beside them a product of 64 rows
         sums = rows * columns / 128 / (1 if rows == 64 else 2)
         assert sums + (0 if in_tensor_core else 64 * columns / 128) <= 200
-        ring = stages * ((rows + columns) * 128 + 4 * (rows + 64))
-        staged = 2 * 64 * 128 + 4 * 4 * columns
-        assert stages >= 2 and ring + staged < 232_448
-        assert 1 <= num_splits <= -(-depth // 128)
+        steps = -(-depth // 128)
+        assert 1 <= num_splits <= steps
+        if is_few:
+            in_ring = power_of_two(max(num_rows, 8))
+            count = -(-num_columns // 64) * num_matrices * num_splits
+            programs = min(-(-count // 132), 4)
+            assert 1 <= stages <= -(-steps // num_splits)
+        else:
+            in_ring, programs = rows, 1
+            assert stages >= 2
+        ring = stages * ((in_ring + columns) * 128 + 4 * (in_ring + 64))
+        staged = 0 if is_few else 2 * 64 * 128 + 4 * 4 * columns
+        assert programs * (ring + staged + 1024) <= 228 * 1024
 
 
 def test_hopper_products_fill_the_card():
@@ -234,4 +245,4 @@ def test_hopper_products_fill_the_card():
             chosen = tiles(num_rows, num_columns, depth)
             assert num_columns / chosen.columns * chosen.num_splits > 0.45 * 132
     assert tiles(4096, 7168, 16384)[:3] == (128, 256, 1)
-    assert tiles(4096, 2112, 7168)[:3] == (128, 128, 1)  # else the third round is a third full
+    assert tiles(4096, 2112, 7168)[:3] == (256, 128, 1)  # and 64 columns in narrow tiles

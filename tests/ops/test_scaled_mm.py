@@ -389,6 +389,37 @@ def test_another_number_of_rows_compiles_nothing_new():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+@pytest.mark.parametrize("m", [1, 7, 16, 33, 64])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(8448, 2048), (25344, 1536), (8448, 4352)],  # a ring goes round; three programs an SM; a warp
+    ids=["round", "three", "warp"],  # that only fetches, if rows are more than 16
+)
+def test_few_rows_of_large_matrices(n, k, m, scaling):
+    a, b = operands(m, n, k, scaling, device="cuda")
+    bias = torch.randn(n, device="cuda", dtype=BF16)
+    for options in ({}, {"out_dtype": FP32}):
+        first = multiply(a, b, "hopper", bias=bias, **options)
+        assert_right(first, a, b, bias=bias)
+        for _ in range(3):
+            assert torch.equal(multiply(a, b, "hopper", bias=bias, **options), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+@pytest.mark.parametrize("n", [2112, 2058])  # 64 and 10 columns are left
+def test_last_columns_that_are_few(n, scaling, accumulation):
+    """They have tiles of their own, which other columns must not notice."""
+    a, b = operands(2000, n, 640, scaling, device="cuda")
+    bias = torch.randn(n, device="cuda", dtype=BF16)
+    result = multiply(a, b, "hopper", bias=bias, accumulation=accumulation)
+    assert_right(result, a, b, bias=bias)
+    assert torch.equal(multiply(a, b, "hopper", bias=bias, accumulation=accumulation), result)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scaling", SCALINGS[:4], ids=" x ".join)
 @pytest.mark.parametrize("m", [4, 200])

@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as gl_core
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -34,20 +35,32 @@ def view_tile(tile, dtype, shape, layout, _semantic=None):
     )
 
 
+@gluon.jit
+def as_matrix(tile):
+    """A box of one matrix, as ``matrix_descriptor`` has them, without its first dim."""
+    SWIZZLE: gl.constexpr = tile.type.layout.swizzle_byte_width
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, tile.dtype.primitive_bitwidth, 2)
+    return view_tile(tile, tile.dtype, [tile.shape[1], tile.shape[2]], LAYOUT)
+
+
 def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """What the TMA needs to know to fetch blocks of ``rows`` ``[N, K]``; outside them are zeros."""
-    layout = _default_layout(block, rows.dtype)
+    layout = default_layout(block, rows.dtype)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(block), layout)
 
 
-def matrix_descriptor(matrices: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+def matrix_descriptor(
+    matrices: Tensor, block: tuple[int, int], *, is_swizzled: bool = True
+) -> TensorDescriptor:
     """The same of ``[G, N, K]``, whose rows begin at multiples of 16 bytes: boxes of one matrix."""
     strides = [*matrices.stride()[:2], 1]
     for dim in (1, 0):  # of a dim of one it may be anything, but for the TMA
         if matrices.shape[dim] == 1:
             strides[dim] = strides[dim + 1] * matrices.shape[dim + 1] + 15 & ~15
     box = (1, *block)
-    layout = _default_layout(box, matrices.dtype)
+    layout = default_layout(box, matrices.dtype)
+    if not is_swizzled:
+        layout = gl.NVMMASharedLayout(0, layout.element_bitwidth, len(box))
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
 
 
@@ -58,6 +71,6 @@ def box_descriptor(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
 
 
 @lru_cache
-def _default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Remembered, as to find it takes longer than the rest of a descriptor."""
+def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """A tile's in shared memory; remembered, as to find it takes longer than the rest does."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

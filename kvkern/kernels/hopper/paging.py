@@ -51,6 +51,14 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def pin(x):
+    """``x``, computed here: LLVM would put it off, and hold what it is made of in registers."""
+    return gl.inline_asm_elementwise(
+        "// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def part_bounds(bounds_ptr, GANG: gl.constexpr):
     """First request and block of a part, and those of the next."""
     bound = bounds_ptr + gl.program_id(0) // GANG * 2

@@ -6,6 +6,7 @@ of 128 of K by TMA into a ring of STAGES; two warpgroups multiply, each one half
 tensor core, whose accumulator keeps some 13 bits, and is added in fp32.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,49 +28,68 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from kvkern.kernels.config import KernelConfig, config_of_call, spills
 from kvkern.kernels.device import gpu_of
 from kvkern.kernels.hopper.compat import (
+    as_matrix,
     copy_values,
     load_tile,
     matrix_descriptor,
     store_tile,
     view_tile,
 )
-from kvkern.kernels.hopper.paging import make_barriers
-from kvkern.kernels.launch import Launch, launch, moved
+from kvkern.kernels.hopper.paging import make_barriers, pin
+from kvkern.kernels.hopper.scaled_mm_few import (
+    BLOCK_K,
+    OF_A_STEP,
+    scaled_mm_few_kernel,
+)
+from kvkern.kernels.launch import Descriptors, Launch, launch
 from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.scaled_mm import launch_sum
-from kvkern.kernels.sum_splits import new_partials
+from kvkern.kernels.sum_splits import MOST_SPLITS, new_partials
+from kvkern.warm_up import size_class
 
-BLOCK_K: gl.constexpr = gl.constexpr(128)
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
-# sizes of a layer are specialised on; a step's, and strides that hold them, are not
-_OF_A_STEP = [
-    "num_rows", "num_matrices", "num_splits", "stride_scale_a_matrix", "stride_scale_a_row",
-    "stride_scale_a_group", "stride_scale_b_matrix", "stride_scale_b_group",
-    "stride_scale_b_column", "stride_bias",
-]  # fmt: skip
 
 
 @gluon.jit
-def _pin(x):
-    """``x``, computed here: LLVM would put it off, and hold what it is made of in registers."""
-    return gl.inline_asm_elementwise(
-        "// pinned", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1
-    )
+def _num_rounds(num_units):
+    """Of units that this program has."""
+    rounds = num_units // gl.num_programs(0)
+    return rounds + (_unit(rounds) < num_units).to(gl.int32)
 
 
 @gluon.jit
-def _place(unit, tiles_m, tiles_n, num_splits, steps, BAND: gl.constexpr):
-    """Matrix, tile and steps of a unit: bands of row tiles, each column after column."""
+def _unit(turn):
+    """Turns go to and fro: programs that get a narrow tile get the next ones too."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
+
+
+@gluon.jit
+def _place(
+    unit, tiles_m, tiles_n, num_matrices, num_splits, steps, BAND: gl.constexpr,
+    HAS_NARROW: gl.constexpr,
+):  # fmt: skip
+    """Matrix, tile and steps of a unit: bands of row tiles, each column after column.
+
+    Narrow tiles, the last column's, come after all others.
+    """
     tile = unit // num_splits
     split = unit % num_splits
-    matrix = tile // (tiles_m * tiles_n)
-    tile = tile % (tiles_m * tiles_n)
-    first = tile // (BAND * tiles_n) * BAND
-    in_band = tile % (BAND * tiles_n)
+    wide_n = tiles_n - 1 if HAS_NARROW else tiles_n
+    matrix = tile // (tiles_m * wide_n)
+    in_matrix = tile % (tiles_m * wide_n)
+    first = in_matrix // (BAND * wide_n) * BAND
+    in_band = in_matrix % (BAND * wide_n)
     band_rows = gl.minimum(tiles_m - first, BAND)
-    first_step = split * steps // num_splits
-    end_step = (split + 1) * steps // num_splits
-    return matrix, first + in_band % band_rows, in_band // band_rows, split, first_step, end_step
+    m = first + in_band % band_rows
+    n = in_band // band_rows
+    if HAS_NARROW:
+        narrow = tile - num_matrices * tiles_m * wide_n
+        matrix = gl.where(narrow < 0, matrix, narrow // tiles_m)
+        m = gl.where(narrow < 0, m, narrow % tiles_m)
+        n = gl.where(narrow < 0, n, wide_n)
+    return matrix, m, n, split, split * steps // num_splits, (split + 1) * steps // num_splits
 
 
 @gluon.jit
@@ -103,6 +123,8 @@ def _fetch(
     stride_scale_b_column,
     BAND: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr,
+    HAS_NARROW: gl.constexpr,
 ):
     """The warp that fills the ring; scales of a step come beside its operands."""
     STAGES: gl.constexpr = a.shape[0]
@@ -111,21 +133,24 @@ def _fetch(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
     COPIES: gl.constexpr = factors_b.shape[1]  # of a scale that all rows share
+    OF_TILES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    NUM_BYTES: gl.constexpr = OF_TILES + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
     tiles_m = gl.cdiv(num_rows, BLOCK_M)
     tiles_n = gl.cdiv(num_columns, BLOCK_N)
     steps = gl.cdiv(depth, BLOCK_K)
     num_units = num_matrices * tiles_m * tiles_n * num_splits
     stage = 0
     phase = 1
-    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+    for turn in range(_num_rounds(num_units)):
         matrix, m, n, _, first_step, end_step = _place(
-            unit, tiles_m, tiles_n, num_splits, steps, BAND
+            _unit(turn), tiles_m, tiles_n, num_matrices, num_splits, steps, BAND, HAS_NARROW
         )
         if HAS_GROUPS:
-            row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
-            of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
-            of_a += first_step.to(gl.int64) * stride_scale_a_group
-            of_a += row.to(gl.int64) * stride_scale_a_row
+            if not IS_COLUMN_MAJOR:
+                row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
+                of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
+                of_a += first_step.to(gl.int64) * stride_scale_a_group
+                of_a += row.to(gl.int64) * stride_scale_a_row
             of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
             of_b += first_step.to(gl.int64) * stride_scale_b_group
             of_b += (n * BLOCK_N // 128).to(gl.int64) * stride_scale_b_column
@@ -133,14 +158,18 @@ def _fetch(
         for step in range(first_step, end_step):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            mbarrier.expect(bar, NUM_BYTES)
             rows = a.index(stage).slice(0, BOX_M, dim=1)  # those past them are never stored
             load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, rows)
             load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
             if HAS_GROUPS:
-                copy_values(factors_a.index(stage), of_a)
+                if IS_COLUMN_MAJOR:
+                    at = [matrix, step, m * BLOCK_M]
+                    load_tile(scale_a_ptr, at, bar, factors_a.index(stage))
+                else:
+                    copy_values(factors_a.index(stage), of_a)
+                    of_a += stride_scale_a_group
                 copy_values(factors_b.index(stage), of_b)
-                of_a += stride_scale_a_group
                 of_b += stride_scale_b_group
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = _next(stage, phase, STAGES)
@@ -153,12 +182,12 @@ def _sum_in_tensor_core(
     """Products of all steps into the accumulators; a step is let go when the next is under way."""
     STAGES: gl.constexpr = a.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
-    BLOCK_N: gl.constexpr = b.shape[2]
+    COLUMNS: gl.constexpr = acc.shape[1]
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
-        rows = _as_matrix(a.index(stage), BLOCK_M)
-        columns = _as_matrix(b.index(stage), BLOCK_N).permute((1, 0))
+        rows = as_matrix(a.index(stage))
+        columns = _columns_of(b, stage, COLUMNS)
         acc = warpgroup_mma(rows.slice(FIRST, _WAVE, dim=0), columns, acc, is_async=True)
         if HAS_TWO:
             acc_2 = warpgroup_mma(
@@ -198,35 +227,37 @@ def _sum_in_registers(
     """The product of each step, times its scales, added in fp32."""
     STAGES: gl.constexpr = a.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
-    BLOCK_N: gl.constexpr = b.shape[2]
+    COLUMNS: gl.constexpr = acc.shape[1]
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     for _ in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         if HAS_GROUPS:  # pinned, so that they are loaded before the product is begun
-            of_b = _pin(factors_b.index(stage).load(OF_ROW))
-            factor = _pin(factors_a.index(stage).slice(FIRST, _WAVE).load(OF_ROW))
+            of_a = view_tile(factors_a.index(stage), gl.float32, [BLOCK_M], FLAT)
+            of_b = pin(factors_b.index(stage).load(OF_ROW))
+            factor = pin(of_a.slice(FIRST, _WAVE).load(OF_ROW))
             if HAS_TWO:
-                factor_2 = _pin(factors_a.index(stage).slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
-        rows = _as_matrix(a.index(stage), BLOCK_M)
-        columns = _as_matrix(b.index(stage), BLOCK_N).permute((1, 0))
+                factor_2 = pin(of_a.slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
+        rows = as_matrix(a.index(stage))
+        columns = _columns_of(b, stage, COLUMNS)
         part = _product(rows.slice(FIRST, _WAVE, dim=0), columns)
         if HAS_TWO:
             if HAS_GROUPS:
-                part *= gl.expand_dims(_pin(factor) * of_b, 1)
-            acc = _pin(acc + part)
+                part *= gl.expand_dims(pin(factor) * of_b, 1)
+            acc = pin(acc + part)
             # passes at once; ptxas begins no product before it that it lacks the registers for
             mbarrier.wait(full.index(stage), phase)
             part = _product(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
             mbarrier.arrive(empty.index(stage), count=1)
             if HAS_GROUPS:
-                part *= gl.expand_dims(_pin(factor_2) * of_b, 1)
-            acc_2 = _pin(acc_2 + part)
+                part *= gl.expand_dims(pin(factor_2) * of_b, 1)
+            acc_2 = pin(acc_2 + part)
         else:
             mbarrier.arrive(empty.index(stage), count=1)
             if HAS_GROUPS:
-                part *= gl.expand_dims(_pin(factor) * of_b, 1)
-            acc = _pin(acc + part)
+                part *= gl.expand_dims(pin(factor) * of_b, 1)
+            acc = pin(acc + part)
         stage, phase = _next(stage, phase, STAGES)
     return acc, acc_2, stage, phase
 
@@ -241,10 +272,9 @@ def _product(rows, columns):
 
 
 @gluon.jit
-def _as_matrix(tile, ROWS: gl.constexpr):
-    """A box of one matrix without its first dim."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    return view_tile(tile, tile.dtype, [ROWS, BLOCK_K], LAYOUT)
+def _columns_of(b, stage, COLUMNS: gl.constexpr):
+    """The first of a stage, as wgmma takes them."""
+    return as_matrix(b.index(stage)).slice(0, COLUMNS, dim=0).permute((1, 0))
 
 
 @gluon.jit
@@ -275,70 +305,125 @@ def _multiply(
     BAND: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
     IS_EXACT: gl.constexpr,
+    HAS_NARROW: gl.constexpr,
 ):
     """A warpgroup: one or two times 64 rows of each tile."""
     BLOCK_M: gl.constexpr = a.shape[2]
     BLOCK_N: gl.constexpr = b.shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FIRST: gl.constexpr = which * BLOCK_M // 2
-    HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     tiles_m = gl.cdiv(num_rows, BLOCK_M)
     tiles_n = gl.cdiv(num_columns, BLOCK_N)
     steps = gl.cdiv(depth, BLOCK_K)
     num_units = num_matrices * tiles_m * tiles_n * num_splits
     stage = 0
     phase = 0
-    for unit in range(gl.program_id(0), num_units, gl.num_programs(0)):
+    for turn in range(_num_rounds(num_units)):
         matrix, m, n, split, first_step, end_step = _place(
-            unit, tiles_m, tiles_n, num_splits, steps, BAND
+            _unit(turn), tiles_m, tiles_n, num_matrices, num_splits, steps, BAND, HAS_NARROW
         )
-        row = m * BLOCK_M + FIRST
-        # what the end of a tile wants is under way while its products are made
-        column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
-        if not HAS_GROUPS:
-            of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
-            scale_a = _load_of_rows(of_a, row, num_rows, stride_scale_a_row, LAYOUT)
-            scale_a_2 = scale_a
-            if HAS_TWO:
-                scale_a_2 = _load_of_rows(of_a, row + _WAVE, num_rows, stride_scale_a_row, LAYOUT)
-            of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
-            scale_b = gl.load(of_b + column.to(gl.int64) * stride_scale_b_column)
-        if bias_ptr is not None:
-            bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
-
-        acc = gl.zeros([_WAVE, BLOCK_N], gl.float32, LAYOUT)
-        acc_2 = gl.zeros([_WAVE, BLOCK_N if HAS_TWO else 8], gl.float32, LAYOUT)
+        row = m * BLOCK_M + which * BLOCK_M // 2
+        into = split * num_matrices + matrix
         num_steps = end_step - first_step
-        if HAS_GROUPS or IS_EXACT:
-            acc, acc_2, stage, phase = _sum_in_registers(
-                acc, acc_2, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase,
-                FIRST, HAS_GROUPS,
+        if HAS_NARROW and n == tiles_n - 1:
+            stage, phase = _make_tile(
+                a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc, scale_a_ptr,
+                scale_b_ptr, bias_ptr, num_rows, num_columns, stride_scale_a_matrix,
+                stride_scale_a_row, stride_scale_b_matrix, stride_scale_b_column, stride_bias,
+                matrix, into, row, n, num_steps, stage, phase, which, BLOCK_N // 2, HAS_GROUPS,
+                IS_EXACT,
             )  # fmt: skip
         else:
-            acc, acc_2, stage, phase = _sum_in_tensor_core(
-                acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST
-            )
-
-        if not HAS_GROUPS:
-            of_columns.index(2 * which).store(scale_b)
-            acc *= gl.expand_dims(scale_a, 1)
-            if HAS_TWO:
-                acc_2 *= gl.expand_dims(scale_a_2, 1)
-        if bias_ptr is not None:
-            of_columns.index(2 * which + 1).store(bias)
-        into = split * num_matrices + matrix
-        HAS_BIAS: gl.constexpr = bias_ptr is not None
-        _store(
-            acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, HAS_GROUPS,
-            HAS_BIAS,
-        )  # fmt: skip
-        if HAS_TWO:
-            _store(
-                acc_2, staged, of_columns, out_desc, into, row + _WAVE, n * BLOCK_N, which, 0,
-                HAS_GROUPS, HAS_BIAS,
+            stage, phase = _make_tile(
+                a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc, scale_a_ptr,
+                scale_b_ptr, bias_ptr, num_rows, num_columns, stride_scale_a_matrix,
+                stride_scale_a_row, stride_scale_b_matrix, stride_scale_b_column, stride_bias,
+                matrix, into, row, n, num_steps, stage, phase, which, BLOCK_N, HAS_GROUPS,
+                IS_EXACT,
             )  # fmt: skip
     tma.store_wait(0)
+
+
+@gluon.jit
+def _make_tile(
+    a,
+    b,
+    staged,
+    of_columns,
+    factors_a,
+    factors_b,
+    full,
+    empty,
+    out_desc,
+    scale_a_ptr,
+    scale_b_ptr,
+    bias_ptr,
+    num_rows,
+    num_columns,
+    stride_scale_a_matrix,
+    stride_scale_a_row,
+    stride_scale_b_matrix,
+    stride_scale_b_column,
+    stride_bias,
+    matrix,
+    into,
+    row,
+    n,
+    num_steps,
+    stage,
+    phase,
+    which: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,
+    IS_EXACT: gl.constexpr,
+):
+    """A warpgroup's rows of a tile, and of its first COLUMNS columns. The ring's place after it."""
+    BLOCK_M: gl.constexpr = a.shape[2]
+    BLOCK_N: gl.constexpr = b.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FIRST: gl.constexpr = which * BLOCK_M // 2
+    HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
+    HAS_BIAS: gl.constexpr = bias_ptr is not None
+    # what the end of a tile wants is under way while its products are made
+    column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
+    if not HAS_GROUPS:
+        of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
+        scale_a = _load_of_rows(of_a, row, num_rows, stride_scale_a_row, LAYOUT)
+        scale_a_2 = scale_a
+        if HAS_TWO:
+            scale_a_2 = _load_of_rows(of_a, row + _WAVE, num_rows, stride_scale_a_row, LAYOUT)
+        of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
+        scale_b = gl.load(of_b + column.to(gl.int64) * stride_scale_b_column)
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
+
+    acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
+    acc_2 = gl.zeros([_WAVE, COLUMNS if HAS_TWO else 8], gl.float32, LAYOUT)
+    if HAS_GROUPS or IS_EXACT:
+        acc, acc_2, stage, phase = _sum_in_registers(
+            acc, acc_2, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, FIRST,
+            HAS_GROUPS,
+        )  # fmt: skip
+    else:
+        acc, acc_2, stage, phase = _sum_in_tensor_core(
+            acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST
+        )
+
+    if not HAS_GROUPS:
+        of_columns.index(2 * which).store(scale_b)
+        acc *= gl.expand_dims(scale_a, 1)
+        if HAS_TWO:
+            acc_2 *= gl.expand_dims(scale_a_2, 1)
+    if HAS_BIAS:
+        of_columns.index(2 * which + 1).store(bias)
+    _store(
+        acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, HAS_GROUPS, HAS_BIAS
+    )
+    if HAS_TWO:
+        _store(
+            acc_2, staged, of_columns, out_desc, into, row + _WAVE, n * BLOCK_N, which, 0,
+            HAS_GROUPS, HAS_BIAS,
+        )  # fmt: skip
+    return stage, phase
 
 
 @gluon.jit
@@ -389,11 +474,11 @@ def _store(
         store_tile(out_desc, [into, row, column + OFFSET], staged)
 
 
-@gluon.jit(do_not_specialize=_OF_A_STEP)
+@gluon.jit(do_not_specialize=OF_A_STEP)
 def _scaled_mm_kernel(
     a_desc,  # fp8 [G, M, K] in boxes [1, BLOCK_M, 128], of fewer rows where there are few
     b_desc,  # fp8 [G, N, K] in boxes [1, BLOCK_N, 128]
-    scale_a_ptr,  # fp32 [G, cells of M, cells of K]
+    scale_a_ptr,  # fp32 [G, cells of M, cells of K], or [G, cells of K, M] in boxes [1, 1, BLOCK_M]
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
     out_desc,  # [S * G, M, N] in boxes [1, 64, 128 bytes]
@@ -413,7 +498,9 @@ def _scaled_mm_kernel(
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
+    IS_COLUMN_MAJOR: gl.constexpr,  # those of a, which the TMA then fetches
     IS_EXACT: gl.constexpr,
+    HAS_NARROW: gl.constexpr,  # the last column of tiles is no more than half as wide as others
 ):
     NUM_FACTORS: gl.constexpr = STAGES if HAS_GROUPS else 1
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -427,7 +514,12 @@ def _scaled_mm_kernel(
         out_desc.dtype, [GROUPS, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
     )
     of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BLOCK_N], FLAT)
-    factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
+    if IS_COLUMN_MAJOR:
+        factors_a = gl.allocate_shared_memory(
+            gl.float32, [NUM_FACTORS, 1, 1, BLOCK_M], scale_a_ptr.layout
+        )
+    else:
+        factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
     factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, _WAVE], FLAT)
     full = make_barriers(STAGES, 33 if HAS_GROUPS else 1)  # lanes of the warp, and the TMA
     empty = make_barriers(STAGES, GROUPS)
@@ -441,21 +533,21 @@ def _scaled_mm_kernel(
                     empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
                     depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
                     stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
-                    IS_EXACT,
+                    IS_EXACT, HAS_NARROW,
                 )),
                 (_multiply, (
                     1, a, b, staged.index(1), of_columns, factors_a, factors_b, full,
                     empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
                     depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
                     stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
-                    IS_EXACT,
+                    IS_EXACT, HAS_NARROW,
                 )),
                 (_fetch, (
                     a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr,
                     scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
                     stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
                     stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
-                    HAS_GROUPS,
+                    HAS_GROUPS, IS_COLUMN_MAJOR, HAS_NARROW,
                 )),
             ],
             [4, 1],
@@ -469,14 +561,14 @@ def _scaled_mm_kernel(
                     empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
                     depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
                     stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
-                    IS_EXACT,
+                    IS_EXACT, HAS_NARROW,
                 )),
                 (_fetch, (
                     a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr,
                     scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
                     stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
                     stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
-                    HAS_GROUPS,
+                    HAS_GROUPS, IS_COLUMN_MAJOR, HAS_NARROW,
                 )),
             ],
             [1],
@@ -491,6 +583,16 @@ class Tiles(NamedTuple):
     columns: int
     num_splits: int  # of K
     stages: int
+    is_few: bool = False  # whether ``scaled_mm_few`` has a kernel for it
+
+
+_SHARED_BYTES = 232_448
+# ns of a step of 128 rows by as many columns, where b is read from memory, not the L2 cache: with
+# sums in the tensor core, and with others
+_STEP_NS = {
+    True: {32: 175, 64: 300, 128: 560, 256: 1050},
+    False: {32: 220, 64: 400, 128: 610},
+}
 
 
 def choose_tiles(
@@ -508,35 +610,80 @@ def choose_tiles(
     A thread holds a large tile's sums, and the product of a step beside them unless the tensor core
     sums: so it is 256 x 128 or 128 x 256.
     """
-    steps = -(-depth // 128)
+    steps = triton.cdiv(depth, 128)
+    if num_rows <= _WAVE.value:
+        return _choose_few(
+            num_rows, triton.cdiv(num_columns, 64) * num_matrices, steps, num_sms, can_split
+        )
 
     def ns(tile: Tiles) -> float:
-        """Of the memory; or the busiest SM: what it fetches, multiplies, or waits for in a step."""
-        rows, columns, num_splits, _ = tile
-        count = num_matrices * -(-num_rows // rows) * -(-num_columns // columns)
-        rounds = -(-count * num_splits // num_sms)
-        fetched = 1.2 * (min(num_rows, rows) + columns)
-        multiplied = 0.0195 * rows * columns * (1.15 if max(rows, columns) <= 128 else 1)
-        waited = 80 + 1.2 * columns
+        """Of the busiest SM."""
+        rows, columns, num_splits, _, _ = tile
+        tiles_m, tiles_n = triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns)
+        count = float(num_matrices * tiles_m * tiles_n)
+        if _has_narrow(num_columns, tile):
+            count -= num_matrices * tiles_m / 2
+        rounds = math.ceil(count * num_splits / num_sms)
+        if rows == 128 and num_rows <= 256:
+            of_step: float = _STEP_NS[sums_in_tensor_core][columns]
+        else:  # what it fetches, multiplies, or waits for
+            multiplied = 0.0195 * rows * columns * (1.15 if max(rows, columns) <= 128 else 1)
+            of_step = max(1.2 * (rows + columns), multiplied, 80 + 1.2 * columns)
         of_sum = 0.0
         if num_splits > 1:  # a launch, and parts that are written and read
-            of_sum = 5000 + num_splits * num_matrices * num_rows * num_columns * 8 / 4000
-        of_steps = rounds * -(-steps // num_splits) * max(fetched, multiplied, waited)
-        return max(of_steps, num_matrices * depth * (num_rows + num_columns) / 4000) + of_sum
+            of_sum = 2000 + num_splits * num_matrices * num_rows * num_columns / 1000
+        return float(rounds * triton.cdiv(steps, num_splits) * of_step + of_sum)
 
-    if num_rows <= 64:
-        shapes = [(64, columns) for columns in (128, 64, 32)]
-    else:
-        shapes = [(128, columns) for columns in (128, 64, 32)]
-        shapes.insert(0, (128, 256) if sums_in_tensor_core else (256, 128))
+    shapes = [(256, 128), (128, 128), (128, 64), (128, 32)]
+    if sums_in_tensor_core:
+        shapes.insert(0, (128, 256))
     splits = (1, 2, 4, 8) if can_split else (1,)
     tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
     best = min(tiles, key=ns)
-    stage_bytes = (best.rows + best.columns) * 128 + 4 * (best.rows + 64)
-    return best._replace(stages=min((_SHARED_BYTES - 21 * 1024) // stage_bytes, 8))
+    return best._replace(stages=min(_most_stages(best.rows, best.columns, _SHARED_BYTES), 8))
 
 
-_SHARED_BYTES = 232_448
+def _choose_few(num_rows: int, count: int, steps: int, num_sms: int, can_split: bool) -> Tiles:
+    """``count`` tiles of 64 columns; K is cut into as many parts as give each SM one.
+
+    With more than 16 rows a step takes longer than its bytes: up to 32 steps are shared by two
+    programs an SM, more are better fetched by a warp of their own.
+    """
+    num_splits = max(round(num_sms / count), 1) if can_split else 1
+    is_few = num_rows <= 16 or steps <= 32 * num_splits
+    if can_split and is_few and num_rows > 16:
+        num_splits = max(num_splits, min(steps // 14, 2 * num_sms // count))
+    num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
+    if not is_few:
+        return Tiles(64, 64, num_splits, min(_most_stages(64, 64, _SHARED_BYTES), 8))
+    programs = min(triton.cdiv(count * num_splits, num_sms), 4)  # that an SM has at a time
+    rows = power_of_two(max(num_rows, 8))
+    most = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
+    steps = triton.cdiv(steps, num_splits)
+    return Tiles(64, 64, num_splits, min(most, 10, steps), is_few=True)
+
+
+def _most_stages(rows: int, columns: int, shared_bytes: int) -> int:
+    """Beside what is staged for the store, scales and bias."""
+    return (shared_bytes - 21 * 1024) // ((rows + columns) * 128 + 4 * (rows + 64))
+
+
+def _has_narrow(num_columns: int, tiles: Tiles) -> bool:
+    """Whether the last column's tiles are made as tiles of half the columns."""
+    left = num_columns % tiles.columns
+    is_wide = tiles.rows == 256 and num_columns > tiles.columns
+    return is_wide and tiles.num_splits == 1 and 0 < left <= tiles.columns // 2
+
+
+def _is_column_major(scale: Tensor) -> bool:
+    """Whether those of a step are next to each other, and begin at a multiple of 16 bytes."""
+    of_matrix, of_row, of_group = scale.stride()
+    return (
+        (of_row == 1 or scale.shape[1] == 1)
+        and (of_group % 4 == 0 or scale.shape[2] == 1)
+        and (of_matrix % 4 == 0 or scale.shape[0] == 1)
+        and scale.data_ptr() % 16 == 0
+    )
 
 
 def scaled_mm(
@@ -562,10 +709,9 @@ def scaled_mm(
         a, b, scale_a, scale_b, cell_a, bias if into is out else None, is_exact, into, tiles,
         num_sms,
     )  # fmt: skip
-    num_varying = list(_scaled_mm_kernel.arg_names).index("num_rows")
-    multiply = launch(
-        _scaled_mm_kernel, grid, arguments, options, out.device, num_varying=num_varying
-    )
+    kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
+    num_varying = list(kernel.arg_names).index("num_rows")
+    multiply = launch(kernel, grid, arguments, options, out.device, num_varying=num_varying)
     add = None if into is out else launch_sum(into, bias, out)
     if multiply is None:
         return None
@@ -584,36 +730,22 @@ class _Again:
         device: torch.device,
     ) -> None:
         self._multiply, self._add, self._shape, self._device = multiply, add, shape, device
-        self._descriptors = tuple(arguments[name] for name in ("a_desc", "b_desc", "out_desc"))
-        self._encoded: dict[tuple[int, int], list[Any]] = {}  # by parameter and address
+        names = {0: "a_desc", 1: "b_desc", 2: "scale_a_ptr", 5: "out_desc"}
+        given = {n: arguments.get(name) for n, name in names.items()}
+        self._descriptors = Descriptors(
+            multiply, {n: None if isinstance(x, Tensor) else x for n, x in given.items()}
+        )
 
     def __call__(self, addresses: Sequence[int | None]) -> None:
         a, b, scale_a, scale_b, _, bias, out = addresses
+        at = self._descriptors.at
         if self._add is None:
-            self._multiply(
-                (*self._at(0, a), *self._at(1, b), scale_a, scale_b, bias, *self._at(2, out))
-            )
+            self._multiply((*at(0, a), *at(1, b), *at(2, scale_a), scale_b, bias, *at(5, out)))
             return
         partials = torch.empty(self._shape, dtype=torch.float32, device=self._device)
         into = partials.data_ptr()
-        self._multiply(
-            (*self._at(0, a), *self._at(1, b), scale_a, scale_b, None, *self._at(2, into))
-        )
+        self._multiply((*at(0, a), *at(1, b), *at(2, scale_a), scale_b, None, *at(5, into)))
         self._add((into, bias, out))
-
-    def _at(self, which: int, address: Any) -> list[Any]:
-        """The descriptor of a tensor there; an allocator comes back to the same few addresses."""
-        encoded = self._encoded.get((which, address))
-        if encoded is None:
-            if len(self._encoded) >= _MOST_DESCRIPTORS:
-                self._encoded.clear()
-            number = (0, 1, 5)[which]  # of the parameter
-            encoded = self._multiply.encoded(number, [moved(self._descriptors[which], address)])
-            self._encoded[which, address] = encoded
-        return encoded
-
-
-_MOST_DESCRIPTORS = 512  # of a kind of call: each layer's weight, and a step's buffers
 
 
 def _tiles_for(
@@ -621,7 +753,7 @@ def _tiles_for(
 ) -> Tiles:
     num_matrices, depth, num_columns = b.shape
     return choose_tiles(
-        a.shape[1],
+        size_class(a.shape[1]),
         num_columns,
         depth,
         num_matrices,
@@ -655,15 +787,13 @@ def _call(
         pairs = zip(dims, x.shape, x.stride(), strict=True)
         return {f"stride_{name}_{dim}": 0 if size == 1 else step for dim, size, step in pairs}
 
-    arguments = {
+    parts = out.flatten(0, -3)  # [S * G, M, N]
+    arguments: dict[str, Any] = {
         "a_desc": matrix_descriptor(a, (min(tiles.rows, power_of_two(max(num_rows, 8))), 128)),
         "b_desc": matrix_descriptor(b.mT, (tiles.columns, 128)),
         "scale_a_ptr": scale_a,
         "scale_b_ptr": scale_b,
         "bias_ptr": bias,
-        "out_desc": matrix_descriptor(
-            out.flatten(0, -3), (64, min(128 // out.element_size(), tiles.columns))
-        ),
         "num_rows": num_rows,
         "num_columns": num_columns,
         "depth": depth,
@@ -672,15 +802,26 @@ def _call(
         **strides("scale_a", scale_a, "matrix", "row", "group"),
         **strides("scale_b", scale_b, "matrix", "group", "column"),
         "stride_bias": 0 if bias is None else bias.stride(0),
-        "BLOCK_M": tiles.rows,
         "STAGES": tiles.stages,
-        "BAND": 2048 // tiles.rows,
         "HAS_GROUPS": cell_a[1] > 0,
         "IS_EXACT": is_exact,
     }
     num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_columns, tiles.columns)
-    grid = (min(num_tiles * num_matrices * tiles.num_splits, num_sms),)
-    return grid, arguments, {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+    num_units = num_tiles * num_matrices * tiles.num_splits
+    if tiles.is_few:
+        arguments["out_ptr"] = out
+        arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
+        return (num_units,), arguments, {"num_warps": 4, "enable_fp_fusion": True}
+    box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
+    arguments["out_desc"] = matrix_descriptor(parts, box)
+    arguments["BLOCK_M"], arguments["BAND"] = tiles.rows, 2048 // tiles.rows
+    arguments["HAS_NARROW"] = _has_narrow(num_columns, tiles)
+    arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and _is_column_major(scale_a)
+    if arguments["IS_COLUMN_MAJOR"]:
+        of_steps = matrix_descriptor(scale_a.mT, (1, tiles.rows), is_swizzled=False)
+        arguments["scale_a_ptr"] = of_steps
+    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+    return (min(num_units, num_sms),), arguments, options
 
 
 _BUDGET = spills("around a tile's end, where two sums meet scales and bias", 128, newer=256)
@@ -715,4 +856,5 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
                 tiles, 132,
             )  # fmt: skip
             name = f"{label}-M{num_rows}-N{num_columns}-{dtypes[2]}".replace("torch.", "")
-            yield config_of_call(_scaled_mm_kernel, name, arguments, options, **_BUDGET)
+            kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
+            yield config_of_call(kernel, name, arguments, options, **_BUDGET)
