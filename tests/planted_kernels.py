@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import triton
 import triton.language as tl
+from triton.experimental.gluon.language import BlockedLayout
 
 from kvkern.kernels.config import KernelConfig
 
@@ -74,3 +75,4 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         signature={"src_ptr": "*fp32", "dst_ptr": "*fp8e4nv"},
         constexprs={"BLOCK": 1024},
     )
+    yield _copy_config("layout", constexprs={"BLOCK": BlockedLayout([1], [32], [4], [0])})

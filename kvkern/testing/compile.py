@@ -124,6 +124,10 @@ def problems(config: KernelConfig, capability: int) -> list[str]:
     if config.spill_budget > 0 and not config.spill_reason:
         return [f"spill_budget: want a spill_reason beside it, got {config.spill_budget} alone"]
     try:
+        json.dumps(dict(config.constexprs))
+    except TypeError as error:  # Triton writes them so for hooks of its JIT
+        return [f"constexprs: want what JSON can hold: {error}"]
+    try:
         report = compile_kernel(
             config.kernel,
             config.signature,

@@ -45,7 +45,7 @@ def as_matrix(tile):
 
 def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """What the TMA needs to know to fetch blocks of ``rows`` ``[N, K]``; outside them are zeros."""
-    layout = default_layout(block, rows.dtype)
+    layout = _default_layout(block, rows.dtype)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(block), layout)
 
 
@@ -58,7 +58,7 @@ def matrix_descriptor(
         if matrices.shape[dim] == 1:
             strides[dim] = strides[dim + 1] * matrices.shape[dim + 1] + 15 & ~15
     box = (1, *block)
-    layout = default_layout(box, matrices.dtype)
+    layout = _default_layout(box, matrices.dtype)
     if not is_swizzled:
         layout = gl.NVMMASharedLayout(0, layout.element_bitwidth, len(box))
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
@@ -71,6 +71,6 @@ def box_descriptor(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
 
 
 @lru_cache
-def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """A tile's in shared memory; remembered, as to find it takes longer than the rest does."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

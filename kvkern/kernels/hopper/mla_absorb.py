@@ -24,7 +24,6 @@ from kvkern.kernels.config import KernelConfig, config_of_call, spills
 from kvkern.kernels.device import gpu_of
 from kvkern.kernels.hopper.compat import (
     as_matrix,
-    default_layout,
     load_tile,
     matrix_descriptor,
     store_tile,
@@ -350,16 +349,17 @@ def _mla_absorb_kernel(
     SPANS: gl.constexpr,  # products' columns that a program has
     STAGES: gl.constexpr,
     ALONG_K: gl.constexpr,  # w is contiguous along K
-    W_LAYOUT: gl.constexpr,
 ):
     PARTS: gl.constexpr = (NUM_COLUMNS + SPANS * BLOCK_N - 1) // (SPANS * BLOCK_N)
     PIECES: gl.constexpr = SPANS * ((DEPTH + BLOCK_K - 1) // BLOCK_K)
     W_ROWS: gl.constexpr = BLOCK_N if ALONG_K else BLOCK_K
     W_COLUMNS: gl.constexpr = BLOCK_K if ALONG_K else BLOCK_N
+    DTYPE: gl.constexpr = x_desc.dtype
+    W_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, W_ROWS, W_COLUMNS], DTYPE)
     BOX_N: gl.constexpr = out_desc.block_type.shape[2]
     BOXES: gl.constexpr = BLOCK_N // BOX_N
     x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 1, BLOCK_T, BLOCK_K], x_desc.layout)
-    w = gl.allocate_shared_memory(x_desc.dtype, [PIECES, 1, W_ROWS, W_COLUMNS], W_LAYOUT)
+    w = gl.allocate_shared_memory(DTYPE, [PIECES, 1, W_ROWS, W_COLUMNS], W_LAYOUT)
     staged = gl.allocate_shared_memory(
         out_desc.dtype, [2 * BOXES, 1, _WAVE, BOX_N], out_desc.layout
     )
@@ -496,7 +496,6 @@ def _call(
         "SPANS": tiles.spans,
         "STAGES": tiles.stages,
         "ALONG_K": along_k,
-        "W_LAYOUT": default_layout((1, *box), x.dtype),
     }
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (num_heads * parts * num_shares,), arguments, options
