@@ -27,6 +27,7 @@ from kvkern.kernels import (
 )
 from kvkern.kernels.device import Gpu
 from kvkern.kernels.hopper import decode_call
+from kvkern.kernels.hopper import matmul_weight_only as hopper_weight_only
 from kvkern.kernels.hopper import mla_absorb as hopper_mla_absorb
 from kvkern.kernels.hopper import mla_decode as hopper_mla_decode
 from kvkern.kernels.hopper import scaled_mm as hopper_scaled_mm
@@ -97,18 +98,19 @@ def multiply_many(num_matrices, is_grouped, num_tokens):
     scaled_mm.scaled_mm(a, b, *scales, (1, 128), (128, 128), row_offsets, None, True, out)
 
 
-def multiply_weight_only(name, num_columns, depth, num_tokens):
-    bits = 4 if name == "w4a16" else 8
+def multiply_weight_only(kernels, bits, num_columns, depth, num_tokens):
+    if kernels is hopper_weight_only and bits == 8 and num_tokens <= 16:
+        return  # refused
     codes = chunk_columns(bits)
     dtype = torch.int8 if bits == 8 else torch.uint8
     values = empty(-(-depth // codes), num_columns, codes * bits // 8, dtype=dtype)
     x, out = empty(num_tokens, depth, dtype=BF16), empty(num_tokens, num_columns, dtype=BF16)
     group_size = 128 if bits == 4 else depth
     scale = empty(-(-depth // group_size), num_columns)
-    if name == "w8a8":
+    if kernels is matmul_w8a8:
         matmul_w8a8.matmul_w8a8(x, values, scale, None, None, out)
     else:
-        matmul_weight_only.matmul_weight_only(x, values, scale, None, None, group_size, out)
+        kernels.matmul_weight_only(x, values, scale, None, None, group_size, out)
 
 
 def absorb(kernels, num_heads, num_tokens):
@@ -210,10 +212,14 @@ PRODUCTS |= {
     "triton, 16 matrices": partial(multiply_many, 16, False),
 }
 PRODUCTS |= {
-    f"{name} {n} x {k}": partial(multiply_weight_only, name, n, k)
-    for name in ("w8a16", "w4a16", "w8a8")
+    f"{name} {n} x {k}": partial(multiply_weight_only, kernels, bits, n, k)
+    for name, kernels, bits in (
+        ("w8a16", matmul_weight_only, 8), ("w4a16", matmul_weight_only, 4),
+        ("w8a8", matmul_w8a8, 8),
+        ("w8a16 on Hopper", hopper_weight_only, 8), ("w4a16 on Hopper", hopper_weight_only, 4),
+    )
     for n, k in LAYERS
-}
+}  # fmt: skip
 PRODUCTS |= {
     f"quantize {granularity}{', column-major' * column_major}": partial(
         quantize, granularity, column_major

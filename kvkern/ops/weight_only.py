@@ -433,10 +433,14 @@ def _matmul(
 
 def _call_of(x: Tensor, weight: QuantizedInt8 | QuantizedInt4, group_size: int) -> WeightOnlyCall:
     rows = as_rows("x", x)
-    stride = rows.stride(0) * rows.element_size()
+    low_bits = rows.data_ptr() | rows.stride(0) * rows.element_size()
+    low_bits |= weight.values.data_ptr() | weight.scale.data_ptr()
     return WeightOnlyCall(
+        bits=4 if isinstance(weight, QuantizedInt4) else 8,
         num_rows=rows.shape[0],
+        num_columns=weight.scale.shape[1],
+        depth=weight.num_columns,
         group_size=group_size if group_size < weight.num_columns else 0,
         has_zero=weight.zero is not None,
-        is_aligned=not (rows.data_ptr() | stride | weight.values.data_ptr()) & 15,
+        is_aligned=not low_bits & 15,
     )

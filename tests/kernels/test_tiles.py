@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kvkern.kernels import matmul_weight_only, mla_decode, mla_prefill, write_kv
 from kvkern.kernels.device import INTERPRETED, Gpu
-from kvkern.kernels.hopper import matmul_weight_only_many
+from kvkern.kernels.hopper import matmul_weight_only_few, matmul_weight_only_many
 from kvkern.kernels.hopper import scaled_mm as hopper_scaled_mm
 from kvkern.kernels.packed_ints import chunk_columns
 from kvkern.kernels.paging import power_of_two
@@ -175,19 +175,21 @@ def test_weight_only_products_of_few_rows_fill_the_card():
 def test_hopper_weight_only_tiles_fit_an_sm_and_splits_have_work(bits, group_size):
     gpu = Gpu(90, 132)
     for num_rows, num_columns, depth, has_zero in itertools.product(
-        [17, 32, 33, 64, 65, 128, 129, 4096], [1, 4096, 8192], [1, 256, 11008], [True, False]
+        [17, 32, 33, 64, 65, 128, 129, 512, 4096], [1, 4096, 8192], [1, 256, 11008], [True, False]
     ):
         size = group_size or depth
         rows, num_splits, stages_x = matmul_weight_only_many.choose_tiles(
             num_rows, num_columns, depth, bits, size, has_zero, gpu
         )
-        assert rows in (32, 64, 128) and (rows == 128 or rows < 2 * num_rows)
+        assert rows in (32, 64, 128, 256) and (rows == 128 or rows < 2 * num_rows)
+        assert rows <= 64 or size != 64 or depth <= 64
+        assert rows <= 128 or (bits == 8 and num_splits == 1)  # sums of groups need registers too
         num_chunks = -(-depth // chunk_columns(bits))
         assert 1 <= num_splits <= MOST_SPLITS
         assert (num_splits - 1) * -(-num_chunks // num_splits) < num_chunks
         scales = chunk_columns(bits) // size * 128 * 4 if size < depth else 0
         of_words = 3 * (128 * 128 + scales * (1 + has_zero))
-        of_tokens, staged = stages_x * rows * 128, 2 * 64 * rows * 4
+        of_tokens, staged = stages_x * rows * 128, 16_384
         assert stages_x >= 3 and of_words + of_tokens + staged < 232_448
 
 
@@ -203,6 +205,39 @@ def test_hopper_weight_only_products_fill_the_card_once():
     for num_rows in (512, 4096):
         tiles = matmul_weight_only_many.choose_tiles(num_rows, 8192, 8192, 4, 128, False, gpu)
         assert tiles.num_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "depth", "rows"),
+    [  # the fastest of those measured on an H200
+        (256, 4096, 11008, 128), (512, 4096, 11008, 128), (4096, 4096, 11008, 256),
+        (256, 8192, 8192, 128), (512, 8192, 8192, 256), (4096, 8192, 8192, 256),
+    ],
+)  # fmt: skip
+def test_hopper_weight_only_products_have_256_rows_in_a_tile_where_those_fill_the_card(
+    num_rows, num_columns, depth, rows
+):
+    tiles = matmul_weight_only_many.choose_tiles(
+        num_rows, num_columns, depth, 8, depth, False, Gpu(90, 132)
+    )
+    assert tiles.rows == rows
+    assert tiles.stages_x == (5 if rows == 256 else 10)
+
+
+def test_hopper_weight_only_products_of_few_rows_have_one_program_an_sm_that_fits():
+    gpu = Gpu(90, 132)
+    for num_rows, num_columns, depth, has_groups in itertools.product(
+        [1, 8, 9, 16], [4, 2112, 4096, 4224, 4228, 8192, 24576], [256, 11008], [True, False]
+    ):
+        rows, columns, stages = matmul_weight_only_few.choose_tiles(
+            num_rows, num_columns, depth, has_groups, gpu
+        )
+        assert rows == (8 if num_rows <= 8 else 16)
+        assert columns == (32 if num_columns <= 32 * 132 else 64)
+        num_steps = -(-depth // 1024)
+        assert min(num_steps, 3) <= stages <= num_steps
+        of_step = 4 * (columns * 128 + rows * 512 + 8 * columns * has_groups)
+        assert stages * of_step + 4 * 4 * columns * rows < 232_448
 
 
 @pytest.mark.parametrize("in_tensor_core", [True, False])

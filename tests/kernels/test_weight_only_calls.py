@@ -1,5 +1,7 @@
 """Hopper's weight-only products from the host: what a launch is given, first and again."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -34,9 +36,17 @@ def address_of(value):
     return value.data_ptr() if hasattr(value, "data_ptr") else value
 
 
-@pytest.mark.parametrize("num_columns", [128, 128 * 132])  # cut along K, and not
-@pytest.mark.parametrize("bits", [8, 4])
-def test_repeated_launch_is_given_what_a_first_one_would_be(bits, num_columns, monkeypatch):
+@pytest.mark.parametrize(
+    "bits, num_rows, num_columns, group_size, num_launches",
+    [
+        (8, 64, 128, 1024, 2), (8, 64, 128 * 132, 1024, 1),  # cut along K, and not
+        (4, 64, 128, 128, 2), (4, 64, 128 * 132, 128, 1),
+        (4, 16, 128, 128, 1), (4, 1, 128, 1024, 1),
+    ],
+)  # fmt: skip
+def test_repeated_launch_is_given_what_a_first_one_would_be(
+    bits, num_rows, num_columns, group_size, num_launches, monkeypatch
+):
     calls, agains = [], []
 
     def launch(kernel, grid, arguments, options, device, *, num_varying):
@@ -46,23 +56,27 @@ def test_repeated_launch_is_given_what_a_first_one_would_be(bits, num_columns, m
         return agains[-1]
 
     def tensors():
-        quantize = quantize_int8 if bits == 8 else quantize_int4
-        weight = quantize(torch.ones(num_columns, 1024), symmetric=False, backend="reference")
-        x, out = torch.zeros(64, 1024).half(), torch.empty(64, num_columns).half()
+        quantize = partial(quantize_int4, group_size=group_size if group_size < 1024 else None)
+        quantize = quantize_int8 if bits == 8 else quantize
+        style = {"symmetric": num_rows <= 16, "backend": "reference"}
+        weight = quantize(torch.ones(num_columns, 1024), **style)
+        x, out = torch.zeros(num_rows, 1024).half(), torch.empty(num_rows, num_columns).half()
         return (x, weight.values, weight.scale, weight.zero, torch.ones(num_columns)), out
 
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "gpu_of", lambda device: Gpu(90, 132))
-    group_size = 1024 if bits == 8 else 128
     given, out = tensors()
     again = hopper.matmul_weight_only(*given, group_size, out)
-    assert len(calls) == (2 if num_columns == 128 else 1)
+    assert len(calls) == num_launches
     given, out = tensors()
     calls.clear()
-    again([tensor.data_ptr() for tensor in (*given, out)])
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (*given, out)]
+    again(addresses)
     repeated = list(calls)
-    again([tensor.data_ptr() for tensor in (*given, out)])
-    assert agains[0].encoded_numbers == [0, 1]  # what comes again is not encoded again
+    again(addresses)
+    has_scale = num_rows <= 16 and group_size < 1024  # as a descriptor
+    # what comes again is not encoded again
+    assert sorted(agains[0].encoded_numbers) == [0, 1, 2][: 2 + has_scale]
     calls.clear()
     hopper.matmul_weight_only(*given, group_size, out)
     for (kernel, some), (first_kernel, of_first) in zip(repeated, calls, strict=True):

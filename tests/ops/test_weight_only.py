@@ -422,33 +422,55 @@ def test_weights_past_two_to_the_31_elements(name):
 
 W8 = quantize_int8(torch.ones(8, 256), backend="reference")
 W4 = quantize_int4(torch.ones(8, 256), backend="reference")
-CALL = WeightOnlyCall(num_rows=17, group_size=128, has_zero=True, is_aligned=True)
+MANY = WeightOnlyCall(
+    bits=4, num_rows=17, num_columns=131, depth=390, group_size=128, has_zero=True, is_aligned=True
+)
+FEW = MANY._replace(num_rows=16, num_columns=4096, depth=11008, has_zero=False)
 
 
 @pytest.mark.parametrize(
-    "change, reason",
+    "call, reason",
     [
-        ({"num_rows": 16}, "takes more than 16 rows, got 16"),
-        ({"group_size": 32, "has_zero": False}, "takes groups of 128 columns, .*; got 32$"),
-        ({"group_size": 64}, "or 64 without zero points; got 64 with zero points"),
-        ({"is_aligned": False}, "takes rows of x, and a weight, that begin at multiples of 16"),
+        (
+            MANY._replace(group_size=32, has_zero=False),
+            "takes groups of 128 columns, .*; got 32$",
+        ),
+        (MANY._replace(group_size=64), "or 64 without zero points; got 64 with zero points"),
+        (MANY._replace(is_aligned=False), "takes rows of x, .* begin at multiples of 16 bytes"),
+        (FEW._replace(is_aligned=False), "takes rows of x, .* begin at multiples of 16 bytes"),
+        (FEW._replace(bits=8, group_size=0), "takes more than 16 rows of x with .* 8 bits, got 16"),
+        (FEW._replace(group_size=64), "takes up to 16 rows of x with groups of 128 .*, got 64$"),
+        (FEW._replace(group_size=0, has_zero=True), "without zero points, got all with zero"),
+        (FEW._replace(num_columns=4098), "N that is a multiple of 4 .*, got 4098 and 11008"),
+        (FEW._replace(depth=11136), "K that is one of 256, got 4096 and 11136"),
     ],
 )
-def test_call_that_hopper_does_not_take_is_refused_with_the_reason(change, reason):
-    (hopper,) = (row for row in TABLE["matmul_w4a16"] if row.name == "hopper")
-    assert hopper.refuses_call(CALL) is None
-    assert hopper.refuses_call(CALL._replace(group_size=64, has_zero=False)) is None
-    assert hopper.refuses_call(CALL._replace(group_size=0)) is None
-    assert re.search(reason, hopper.refuses_call(CALL._replace(**change)))
+def test_call_that_hopper_does_not_take_is_refused_with_the_reason(call, reason):
+    assert re.search(reason, hopper_row().refuses_call(call))
+
+
+def hopper_row():
+    return next(row for row in TABLE["matmul_w4a16"] if row.name == "hopper")
+
+
+def test_call_that_hopper_takes_is_left_to_another_where_it_is_no_faster():
+    hopper = hopper_row()
+    for call in (MANY, MANY._replace(bits=8, group_size=0), FEW, FEW._replace(group_size=0)):
+        assert hopper.refuses_call(call) is None and hopper.yields_call(call) is None
+    assert hopper.refuses_call(MANY._replace(group_size=64, has_zero=False)) is None
+    for num_columns in (4, 2108, 8452):
+        call = FEW._replace(num_columns=num_columns)
+        assert hopper.refuses_call(call) is None
+        assert hopper.yields_call(call).endswith(f"got {num_columns}")
 
 
 @pytest.mark.parametrize(
     "x, call",
     [
-        (torch.zeros(3, 6, 256, dtype=BF16), (18, 128, False, True)),
-        (torch.zeros(4, 264, dtype=BF16)[:, :256], (4, 128, False, True)),
-        (torch.zeros(4, 260, dtype=BF16)[:, :256], (4, 128, False, False)),
-        (torch.zeros(4, 264, dtype=BF16)[:, 4:260], (4, 128, False, False)),
+        (torch.zeros(3, 6, 256, dtype=BF16), (4, 18, 8, 256, 128, False, True)),
+        (torch.zeros(4, 264, dtype=BF16)[:, :256], (4, 4, 8, 256, 128, False, True)),
+        (torch.zeros(4, 260, dtype=BF16)[:, :256], (4, 4, 8, 256, 128, False, False)),
+        (torch.zeros(4, 264, dtype=BF16)[:, 4:260], (4, 4, 8, 256, 128, False, False)),
     ],
 )
 def test_backends_are_told_of_the_call(x, call, monkeypatch):
@@ -461,7 +483,9 @@ def test_backends_are_told_of_the_call(x, call, monkeypatch):
     monkeypatch.setattr(weight_only, "choose", choose)
     matmul_w4a16(x, W4)
     matmul_w8a16(x, W8._replace(zero=torch.zeros_like(W8.scale)))
-    assert told == [call, (call[0], 0, True, call[3])]
+    assert told == [call, (8, *call[1:4], 0, True, call[6])]
+    matmul_w4a16(x, W4._replace(scale=torch.zeros(17)[1:].view(2, 8)))
+    assert not told[-1].is_aligned
 
 
 @pytest.mark.parametrize("name", ["w8a16", "w4a16"])
@@ -505,7 +529,7 @@ every_of_hoppers = pytest.mark.parametrize("name", HOPPER)
 @every_of_hoppers
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("num_rows", [17, 33, 127, 129, 600])
-def test_hopper_product_matches_fp64_and_repeats(name, dtype, num_rows):
+def test_hopper_product_of_more_rows_matches_fp64_and_repeats(name, dtype, num_rows):
     """Tiles of each size, with some left over; N that ends in a tile; K in a chunk; and splits."""
     quantize, dequantize, matmul = QUANTISERS[name]
     for num_columns, depth in ((131, 392), (264, 4104)):
@@ -524,6 +548,47 @@ def test_hopper_product_matches_fp64_and_repeats(name, dtype, num_rows):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("group_size", [128, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 16])
+def test_hopper_product_of_few_rows_matches_fp64_and_repeats(num_rows, dtype, group_size):
+    """Tiles of 32 and 64 columns; N and K that end in one; K in a step, and in more than fit."""
+    for num_columns, depth in ((132, 256), (4112, 6400), (4300, 4864)):
+        weight = quantize_int4(
+            randn(num_columns, depth, device="cuda", mean=0.1), group_size=group_size
+        )
+        x = randn(num_rows, depth + 8, dtype=dtype, device="cuda", mean=0.3)[:, :depth]
+        bias = randn(num_columns, device="cuda")
+        exact = exact_product(x, dequantize_int4(weight, dtype=FP32), bias)
+        for out_dtype in (dtype, FP32):
+            options = {"bias": bias, "out_dtype": out_dtype}
+            rounded = matmul_w4a16(x, weight, **options, backend="reference")
+            got = matmul_w4a16(x, weight, **options, backend="hopper")
+            eps_of = dtype if out_dtype == dtype else FP16
+            assert_within_budget(got, exact, rounded, eps_of=eps_of)
+            assert torch.equal(got, matmul_w4a16(x, weight, **options, backend="hopper"))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("group_size", [128, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_hopper_takes_every_weight_to_its_place_in_few_rows(dtype, group_size):
+    """Rows of the unit matrix pick out columns of the weight, whose numbers are exact."""
+    weight = quantize_int4(randn(4300, 512, device="cuda", mean=0.1), group_size=group_size)
+    real, units = dequantize_int4(weight, dtype=FP32), torch.eye(512, dtype=dtype, device="cuda")
+    for num_columns in (4300, 132):
+        some = weight._replace(
+            values=weight.values[:, :num_columns].contiguous(),
+            scale=weight.scale[:, :num_columns].contiguous(),
+        )
+        for rows in (*units.split(16)[::4], *units.split(8)[1::8]):
+            got = matmul_w4a16(rows, some, out_dtype=FP32, backend="hopper")
+            assert torch.equal(got, rows.float() @ real[:num_columns].T)
+
+
+@pytest.mark.gpu
+@on_hopper
 @every_of_hoppers
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_hopper_takes_every_weight_to_its_place(name, dtype):
@@ -538,11 +603,35 @@ def test_hopper_takes_every_weight_to_its_place(name, dtype):
 
 @pytest.mark.gpu
 @on_hopper
-@every_of_hoppers
-def test_hopper_reads_new_numbers_in_repeats_and_graphs(name):
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_hopper_product_in_tiles_of_256_rows_matches_fp64_and_repeats(dtype, zero):
+    from kvkern.kernels.device import gpu_of
+    from kvkern.kernels.hopper.matmul_weight_only import choose_tiles
+
+    num_rows, num_columns, depth = 3999, 4099, 1032
+    gpu = gpu_of(torch.device("cuda"))
+    assert choose_tiles(num_rows, num_columns, depth, 8, depth, zero, gpu).rows == 256
+    weight = quantize_int8(randn(num_columns, depth, device="cuda", mean=0.1), symmetric=not zero)
+    x = randn(num_rows, depth, dtype=dtype, device="cuda", mean=0.3)
+    exact = exact_product(x, dequantize_int8(weight, dtype=FP32))
+    for out_dtype in (dtype, FP32):
+        rounded = matmul_w8a16(x, weight, out_dtype=out_dtype, backend="reference")
+        got = matmul_w8a16(x, weight, out_dtype=out_dtype, backend="hopper")
+        assert_within_budget(got, exact, rounded, eps_of=dtype if out_dtype == dtype else FP16)
+        again = matmul_w8a16(x, weight, out_dtype=out_dtype, backend="hopper")
+        assert torch.equal(got, again)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    "name, num_rows", [*((name, 64) for name in HOPPER), ("w4", 3), ("w4", 16)], ids=str
+)
+def test_hopper_reads_new_numbers_in_repeats_and_graphs(name, num_rows):
     quantize, _, matmul = QUANTISERS[name]
     sets = [
-        (quantize(randn(512, 2048, device="cuda")), randn(64, 2048, dtype=BF16, device="cuda"))
+        (quantize(randn(512, 2048, device="cuda")), randn(num_rows, 2048).to("cuda", BF16))
         for _ in range(3)
     ]
     wanted = [matmul(x, weight, backend="triton") for weight, x in sets]
@@ -555,23 +644,6 @@ def test_hopper_reads_new_numbers_in_repeats_and_graphs(name):
     x.copy_(sets[1][1])
     graph.replay()
     assert torch.equal(out, matmul(x, weight, backend="hopper"))
-
-
-@pytest.mark.gpu
-@on_hopper
-@pytest.mark.parametrize("name", ["w8a16", "w4a16"])
-def test_hopper_compiles_nothing_for_more_rows_of_a_size(name):
-    from kvkern.kernels.hopper.matmul_weight_only_many import _many_kernel
-
-    quantize, matmul = MATMULS[name]
-    weight = quantize(randn(512, 4096, device="cuda"))
-
-    def run(*sizes):
-        for size in sizes:
-            matmul(randn(size, 4096, dtype=BF16, device="cuda"), weight, backend="hopper")
-        return sum(len(cache[0]) for cache in _many_kernel.device_caches.values())
-
-    assert run(17, 33, 128) == run(18, 32, 63, 64, 65, 100, 127)
 
 
 X = torch.zeros(4, 256, dtype=BF16)

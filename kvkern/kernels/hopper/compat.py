@@ -64,6 +64,12 @@ def matrix_descriptor(
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
 
 
+def box_descriptor(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """The same of as many dims as a box has, the last contiguous."""
+    layout = _default_layout(box, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)
+
+
 @lru_cache
 def _default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """A tile's in shared memory; remembered, as to find it takes longer than the rest does."""

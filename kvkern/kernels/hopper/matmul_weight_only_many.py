@@ -36,6 +36,7 @@ from kvkern.kernels.hopper.packed_ints import (
 from kvkern.kernels.hopper.paging import make_barriers
 from kvkern.kernels.packed_ints import chunk_columns
 from kvkern.kernels.sum_splits import MOST_SPLITS
+from kvkern.warm_up import size_class
 
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
 
@@ -222,7 +223,7 @@ def _store(tile, n0, out_ptr, num_rows, num_columns):
 
 
 @gluon.jit(do_not_specialize=["num_rows", "chunks_per_split"])
-def _many_kernel(
+def matmul_many_kernel(
     words_desc,  # int32 [chunks * N, 32] in boxes [BLOCK_N, 32]
     x_desc,  # [M, K] in boxes [BLOCK_M, 64]
     scale_ptr,  # fp32 [groups, N]
@@ -297,37 +298,47 @@ def choose_tiles(
     has_zero: bool,
     gpu: Gpu,
 ) -> Tiles:
-    """What takes the least time, by what was measured on an H200."""
-    rows = next(size for size in (32, 64, 128) if size >= min(num_rows, 128))
-    num_chunks = triton.cdiv(depth, chunk_columns(bits))
-    num_tiles = triton.cdiv(num_columns, _COLUMNS) * triton.cdiv(num_rows, rows)
-    us_of_chunk = max(0.0066 * rows * chunk_columns(bits) / 128, 0.5)  # multiplied, or fetched
+    """What takes the least time, by what was measured on an H200.
 
-    def us(num_splits: int) -> float:
+    In 8 bits, and so without sums of groups beside those of all, registers suffice for 256 rows:
+    a weight that has been converted is used twice as often. With groups of 64 columns they suffice
+    for 64: with 128 some 2 KB a thread are spilled, and products wait for one another.
+    """
+    num_rows = size_class(num_rows)  # a warm-up meets the variants of each
+    num_chunks = triton.cdiv(depth, chunk_columns(bits))
+
+    def us(rows: int, num_splits: int) -> float:
+        num_tiles = triton.cdiv(num_columns, _COLUMNS) * triton.cdiv(num_rows, rows)
         waves: int = triton.cdiv(num_tiles * num_splits, gpu.num_sms)
         length: int = triton.cdiv(num_chunks, num_splits)
+        of_row = 0.0066 if rows <= 128 else 0.0053
+        of_chunk = max(of_row * rows * chunk_columns(bits) / 128, 0.5)  # multiplied, or fetched
         of_sum = 0.0
         if num_splits > 1:  # a launch, and parts that are written and read
             of_sum = 1.5 + num_splits * num_rows * num_columns * 8 / 6.5e6
-        of_chunks: float = waves * (length * us_of_chunk + 2)
+        of_chunks: float = waves * (length * of_chunk + 2)
         return of_chunks + of_sum
 
-    splits = min(range(1, min(num_chunks, MOST_SPLITS) + 1), key=us)
-    num_splits = triton.cdiv(num_chunks, triton.cdiv(num_chunks, splits))
     groups = chunk_columns(bits) // group_size if group_size < depth else 0
+    most_rows = 64 if groups > 2 else 128
+    fewest = next(size for size in (32, 64, 128) if size >= min(num_rows, most_rows))
+    choices = [(fewest, splits) for splits in range(1, min(num_chunks, MOST_SPLITS) + 1)]
+    if bits == 8 and num_rows > 128:
+        choices.append((256, 1))  # where these would be cut, tiles of 128 rows fill the card
+    rows, splits = min(choices, key=lambda choice: us(*choice))
+    num_splits = triton.cdiv(num_chunks, triton.cdiv(num_chunks, splits))
     ring = _STAGES * _COLUMNS * (128 + 4 * groups * (1 + has_zero))
-    staged = 2 * _WAVE_ROWS * rows * 4  # sums on their way out
-    stages_x = min((_SHARED_BYTES - 2048 - ring - staged) // (rows * 128), 10)
+    stages_x = min((_SHARED_BYTES - _BESIDE_BYTES - ring) // (rows * 128), 10)
     return Tiles(rows, num_splits, stages_x)
 
 
-_WAVE_ROWS = 64
 _COLUMNS = 128  # of out: 64 for each warpgroup
 _STAGES = 3  # of words
 _SHARED_BYTES = 232_448
+_BESIDE_BYTES = 2048 + 16_384  # barriers, and sums on their way out, some at a time
 
 
-def multiply_call(
+def many_call(
     x: Tensor,
     values: Tensor,
     scale: Tensor,

@@ -119,3 +119,52 @@ def spread_zero(zero, DTYPE: gl.constexpr, WORDS: gl.constexpr):
     """A row's zero beside each of its words."""
     zero = gl.expand_dims(zero.to(DTYPE), 1)
     return gl.convert_layout(zero.broadcast_to([zero.shape[0], 32]), WORDS, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def step_words_layout(chunks, rows, warps):
+    """The same of several chunks, each of which has ``warps`` of its own."""
+    reg_bases = [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]]
+    warp_bases = []
+    row = 16
+    while row < 16 * warps:
+        warp_bases.append([0, row, 0])
+        row *= 2
+    while row < rows:
+        reg_bases.append([0, row, 0])
+        row *= 2
+    chunk = 1
+    while chunk < chunks:
+        warp_bases.append([chunk, 0, 0])
+        chunk *= 2
+    lane_bases = [[0, 0, 2], [0, 0, 4], [0, 2, 0], [0, 4, 0], [0, 1, 0]]
+    return gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], [chunks, rows, 32])
+
+
+@gluon.constexpr_function
+def step_scales_layout(chunks, rows, warps):
+    """Two groups' scales of rows of those words, each where its words are."""
+    words = step_words_layout(chunks, rows, warps)
+
+    def bases(of_words):
+        return [[0, chunk, row] for chunk, row, word in of_words]
+
+    regs = [[1, 0, 0], *bases([base for base in words.reg_bases if base[1] > 0])]
+    lanes, warp_bases = bases(words.lane_bases), bases(words.warp_bases)
+    return gl.DistributedLinearLayout(regs, lanes, warp_bases, [], [2, chunks, rows])
+
+
+@gluon.jit
+def weights_of_step(
+    words, PART_INDEX: gl.constexpr, BITS: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr
+):
+    """64 columns of each chunk as an operand, times ``1 / inverse_step``; without a zero."""
+    CHUNKS: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    ASM: gl.constexpr = _part_asm(PART_INDEX, BITS, DTYPE == gl.bfloat16, False)
+    low, high = gl.inline_asm_elementwise(
+        ASM, "=&r,=&r,r,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=2
+    )
+    both = gl.join(low, high).permute([0, 1, 3, 2]).reshape([CHUNKS, ROWS // 8, 2, 2, 2, PART])
+    ordered = both.permute([0, 1, 4, 2, 3, 5]).reshape([CHUNKS, ROWS, PART])  # as ``stored_row``
+    return gl.convert_layout(ordered.to(DTYPE, bitcast=True), A, assert_trivial=True)
