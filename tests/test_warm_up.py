@@ -79,6 +79,10 @@ def multiply(run, num_columns, depth, kind, is_exact, has_bias, num_tokens):
         "block": (
             empty(1, num_tokens, groups), empty(1, blocks, groups).mT, (1, 128), (128, 128),
         ),
+        "column-major block": (
+            empty(1, groups, -(-num_tokens // 4) * 4).mT[:, :num_tokens],
+            empty(1, blocks, groups).mT, (1, 128), (128, 128),
+        ),
     }  # fmt: skip
     a, b = empty(1, num_tokens, depth, dtype=E4M3), empty(1, num_columns, depth, dtype=E4M3).mT
     bias = empty(1, num_columns, dtype=BF16) if has_bias else None
@@ -205,6 +209,12 @@ PRODUCTS = {
     for backend, kernels in (("triton", scaled_mm), ("hopper", hopper_scaled_mm))
     for n, k in (*LAYERS, (512, 1536))  # the last: cut along K up to 96 tokens, not from there on
     for kind, exact, has_bias in KINDS
+}
+PRODUCTS |= {
+    f"hopper {n} x {k}, column-major blocks": partial(
+        multiply, hopper_scaled_mm.scaled_mm, n, k, "column-major block", True, False
+    )
+    for n, k in LAYERS
 }
 PRODUCTS |= {
     "triton, 8 experts": partial(multiply_many, 8, True),

@@ -73,7 +73,9 @@ def _measure(
     shapes = ((num_rows, depth), (columns, depth))
     # with a mean, so that sums in too few bits show
     a, b = (torch.randn(*shape, generator=generator, device=device) + 0.25 for shape in shapes)
-    left = kvkern.quantize_fp8(a, granularity=scales.of_a)
+    left = kvkern.quantize_fp8(
+        a, granularity=scales.of_a, column_major_scales=scales.of_a == "group"
+    )
     right = kvkern.quantize_fp8(b, granularity=scales.of_b)
     given = (left.values, right.values.mT, left.scale, _transposed(right.scale))
     calls: dict[str, Callable[[], Tensor]] = {}

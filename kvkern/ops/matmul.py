@@ -43,7 +43,7 @@ def scaled_mm(
         scale_a: fp32 descales (real = stored * scale) as ``quantize_fp8`` finds them for ``a``:
             ``[1]``, for each row ``[M, 1]``, or for each 128 columns ``[M, ceil(K / 128)]``.
             Batched ``[1]`` or with G before; there ``[G, 1, 1]`` is one for each matrix. Any
-            strides.
+            strides; those of columns are fastest as ``column_major_scales=True`` makes them.
         scale_b: the same for the weight ``[N, K]``, transposed: ``[1]``, for each column
             ``[1, N]``, for each block of 128 x 128 ``[ceil(K / 128), ceil(N / 128)]``, or for each
             128 rows ``[ceil(K / 128), N]``. Batched and grouped ``[1]`` or with G or E before. Any

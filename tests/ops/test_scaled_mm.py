@@ -406,6 +406,38 @@ def test_few_rows_of_large_matrices(n, k, m, scaling):
             assert torch.equal(multiply(a, b, "hopper", bias=bias, **options), first)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [1, 7, 70, 200])
+def test_order_of_scales_in_memory_changes_nothing(m, backend, device):
+    a, b = operands(m, 192, 640, ("group", "block"), device=device)
+    result = multiply(a, b, backend)
+    a.scale = quantize_fp8(
+        a.real.float(), granularity="group", column_major_scales=True
+    ).scale.copy_(a.scale)
+    assert m == 1 or a.scale.stride()[0] == 1
+    assert torch.equal(multiply(a, b, backend), result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_matrices", [1, 3])
+@pytest.mark.parametrize("m", [65, 129, 300, 1000])
+@pytest.mark.parametrize(("n", "k"), [(2112, 640), (512, 512), (520, 1500)])
+def test_column_major_scales_by_tma(n, k, m, of_matrices):
+    lead = (of_matrices,) if of_matrices > 1 else ()
+    a, b = operands(m, n, k, ("group", "group"), device="cuda", lead=lead)
+    b.granularity, blocks = "block", -(-n // 128)
+    b.scale = torch.rand(*lead, blocks, -(-k // 128), device="cuda") + 0.5
+    result = multiply(a, b, "hopper")
+    assert_right(result, a, b)
+    columns = torch.empty(*lead, a.scale.shape[-1], -(-m // 4) * 4, device="cuda")
+    a.scale = columns.mT[..., :m, :].copy_(a.scale)
+    for _ in range(3):  # by launch, and again
+        assert torch.equal(multiply(a, b, "hopper"), result)
+    other = a.scale.mul(2)
+    a.scale = torch.empty_like(columns).mT[..., :m, :].copy_(other)
+    assert_right(multiply(a, b, "hopper"), a, b)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])
 @pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
