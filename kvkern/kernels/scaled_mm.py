@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
-from kvkern.kernels.launch import Launch, launch
+from kvkern.kernels.launch import launch
 from kvkern.kernels.numerics import INTERPRET, decode_e4m3, decode_e5m2, round_to
 from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.sum_splits import (
     MOST_SPLITS,
-    NUM_VARYING,
+    launch_sum,
     new_partials,
     sum_splits_call,
     sum_splits_kernel,
@@ -294,13 +294,8 @@ def scaled_mm(
     if multiply is None or add is None:
         return None
 
-    shape, device = partials.shape, out.device
-
     def again(addresses: Sequence[int | None]) -> None:
-        partials = torch.empty(shape, dtype=torch.float32, device=device)
-        at = partials.data_ptr()
-        multiply((*addresses[:5], None, at))
-        add((at, *addresses[5:]))
+        add(lambda into: multiply((*addresses[:5], None, into)), *addresses[5:])
 
     return again
 
@@ -398,12 +393,6 @@ def _loadable(x: Tensor, gpu: Gpu) -> Tensor:
 
 def _strides(name: str, x: Tensor, *dims: str) -> dict[str, int]:
     return {f"stride_{name}_{dim}": stride for dim, stride in zip(dims, x.stride(), strict=True)}
-
-
-def launch_sum(partials: Tensor, bias: Tensor | None, out: Tensor) -> Launch | None:
-    """Fill ``out`` ``[G, M, N]`` from partial sums, fp32 ``[S, G, M, N]``, of a launch before."""
-    grid, arguments, options = sum_splits_call(partials, bias, out, gpu_of(out.device))
-    return launch(sum_splits_kernel, grid, arguments, options, out.device, num_varying=NUM_VARYING)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:

@@ -1,5 +1,6 @@
 """out = sum of a product's splits in their order, times scales, plus bias."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from kvkern.kernels.device import Gpu
+from kvkern.kernels.device import Gpu, gpu_of
+from kvkern.kernels.launch import Launch, launch
 from kvkern.kernels.numerics import round_to
 
 MOST_SPLITS = 16
-NUM_VARYING = 3  # parameters that a repeated launch is given: partials, bias, out
 # sizes of a step, and strides that hold them, compile nothing new
 _OF_A_STEP = ["num_rows", "num_all_rows", "num_splits", "stride_bias", "stride_out_matrix"]
 
@@ -90,6 +91,28 @@ def sum_splits_call(
     if can_start_early(gpu):
         options["launch_pdl"] = True
     return (num_all_rows, triton.cdiv(num_columns, 128)), arguments, options
+
+
+def launch_sum(partials: Tensor, bias: Tensor | None, out: Tensor) -> "SumAgain | None":
+    """Fill ``out`` ``[M, N]`` or ``[G, M, N]`` from partial sums, fp32, of a launch before."""
+    grid, arguments, options = sum_splits_call(partials, bias, out, gpu_of(out.device))
+    # partials, bias and out vary
+    add = launch(sum_splits_kernel, grid, arguments, options, out.device, num_varying=3)
+    return None if add is None else SumAgain(add, partials)
+
+
+class SumAgain:
+    """A product cut along K, and the sum of its parts, at other addresses."""
+
+    def __init__(self, add: Launch, partials: Tensor) -> None:
+        self._add, self._shape, self._device = add, partials.shape, partials.device
+
+    def __call__(self, multiply: Callable[[int], None], bias: int | None, out: int | None) -> None:
+        """``multiply`` is given where its parts go."""
+        partials = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+        into = partials.data_ptr()
+        multiply(into)
+        self._add((into, bias, out))
 
 
 def can_start_early(gpu: Gpu) -> bool:

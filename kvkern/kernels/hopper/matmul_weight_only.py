@@ -16,12 +16,7 @@ from kvkern.kernels.hopper.matmul_weight_only_many import (
 )
 from kvkern.kernels.launch import Descriptors, Launch, launch
 from kvkern.kernels.packed_ints import chunk_columns
-from kvkern.kernels.sum_splits import (
-    NUM_VARYING,
-    new_partials,
-    sum_splits_call,
-    sum_splits_kernel,
-)
+from kvkern.kernels.sum_splits import SumAgain, launch_sum, new_partials
 
 
 def matmul_weight_only(
@@ -41,7 +36,7 @@ def matmul_weight_only(
     if out.shape[0] <= MOST_ROWS:
         few = few_call(x, values, scale, bias, group_size, out, gpu)
         multiply = launch(matmul_few_kernel, *few, device, num_varying=_NUM_VARYING)
-        return multiply and _FewAgain(multiply, few[1])
+        return None if multiply is None else _FewAgain(multiply, few[1])
     bits = 8 if values.dtype == torch.int8 else 4
     tiles = choose_tiles(
         out.shape[0], out.shape[1], x.shape[1], bits, group_size, zero is not None, gpu
@@ -49,11 +44,10 @@ def matmul_weight_only(
     parts = out if tiles.num_splits == 1 else new_partials(tiles.num_splits, out, torch.float32)
     many = many_call(x, values, scale, zero, bias, group_size, parts, tiles)
     multiply = launch(matmul_many_kernel, *many, device, num_varying=_NUM_VARYING)
-    add = None
-    if parts is not out:
-        of_sum = sum_splits_call(parts, bias, out, gpu)
-        add = launch(sum_splits_kernel, *of_sum, device, num_varying=NUM_VARYING)
-    return multiply and _ManyAgain(multiply, many[1], add, parts)
+    add = None if parts is out else launch_sum(parts, bias, out)
+    if multiply is None or (add is None and parts is not out):
+        return None
+    return _ManyAgain(multiply, many[1], add)
 
 
 _NUM_VARYING = 6  # both kernels' parameters before num_rows
@@ -82,11 +76,9 @@ class _ManyAgain:
         self,
         multiply: Launch,
         arguments: dict[str, Any],
-        add: Launch | None,
-        parts: Tensor,  # partial sums, where ``add`` adds them
+        add: SumAgain | None,  # where K is cut
     ) -> None:
         self._multiply, self._add = multiply, add
-        self._shape, self._device = parts.shape, parts.device
         names = ("words_desc", "x_desc")
         self._descriptors = Descriptors(multiply, {n: arguments[names[n]] for n in range(2)})
 
@@ -96,11 +88,8 @@ class _ManyAgain:
         operands = (*at(0, values), *at(1, x), scale, zero)
         if self._add is None:
             self._multiply((*operands, bias, out))
-            return
-        partials = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-        into = partials.data_ptr()
-        self._multiply((*operands, None, into))
-        self._add((into, bias, out))
+        else:
+            self._add(lambda into: self._multiply((*operands, None, into)), bias, out)
 
 
 _BUDGET = spills("around a group's end, where its sums meet those of all", 192)

@@ -43,8 +43,7 @@ from kvkern.kernels.hopper.scaled_mm_few import (
 )
 from kvkern.kernels.launch import Descriptors, Launch, launch
 from kvkern.kernels.paging import power_of_two
-from kvkern.kernels.scaled_mm import launch_sum
-from kvkern.kernels.sum_splits import MOST_SPLITS, new_partials
+from kvkern.kernels.sum_splits import MOST_SPLITS, SumAgain, launch_sum, new_partials
 from kvkern.warm_up import size_class
 
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
@@ -748,9 +747,9 @@ def scaled_mm(
     num_varying = list(kernel.arg_names).index("num_rows")
     multiply = launch(kernel, grid, arguments, options, out.device, num_varying=num_varying)
     add = None if into is out else launch_sum(into, bias, out)
-    if multiply is None:
+    if multiply is None or (add is None and into is not out):
         return None
-    return _Again(multiply, arguments, add, into.shape, out.device)
+    return _Again(multiply, arguments, add)
 
 
 class _Again:
@@ -760,11 +759,9 @@ class _Again:
         self,
         multiply: Launch,
         arguments: dict[str, Any],
-        add: Launch | None,
-        shape: torch.Size,  # of partial sums, where ``add`` adds them
-        device: torch.device,
+        add: SumAgain | None,  # where K is split
     ) -> None:
-        self._multiply, self._add, self._shape, self._device = multiply, add, shape, device
+        self._multiply, self._add = multiply, add
         names = {0: "a_desc", 1: "b_desc", 2: "scale_a_ptr", 5: "out_desc"}
         given = {n: arguments.get(name) for n, name in names.items()}
         self._descriptors = Descriptors(
@@ -774,13 +771,11 @@ class _Again:
     def __call__(self, addresses: Sequence[int | None]) -> None:
         a, b, scale_a, scale_b, _, bias, out = addresses
         at = self._descriptors.at
+        operands = (*at(0, a), *at(1, b), *at(2, scale_a), scale_b)
         if self._add is None:
-            self._multiply((*at(0, a), *at(1, b), *at(2, scale_a), scale_b, bias, *at(5, out)))
-            return
-        partials = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-        into = partials.data_ptr()
-        self._multiply((*at(0, a), *at(1, b), *at(2, scale_a), scale_b, None, *at(5, into)))
-        self._add((into, bias, out))
+            self._multiply((*operands, bias, *at(5, out)))
+        else:
+            self._add(lambda into: self._multiply((*operands, None, *at(5, into))), bias, out)
 
 
 def _tiles_for(

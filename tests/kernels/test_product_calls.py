@@ -1,0 +1,141 @@
+"""Hopper's products from the host: what a launch is given, first and again."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from kvkern import quantize_fp8, quantize_int4, quantize_int8
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kvkern.kernels import sum_splits
+from kvkern.kernels.device import Gpu
+from kvkern.kernels.hopper import matmul_weight_only, scaled_mm
+
+
+class Again:
+    """What can be launched again: takes down what it is given, by name."""
+
+    def __init__(self, kernel, num_varying, calls):
+        self.kernel, self.num_varying, self.calls = kernel, num_varying, calls
+        self.encoded_numbers = []
+
+    def __call__(self, varying):
+        assert len(varying) == self.num_varying
+        names = list(self.kernel.arg_names)
+        self.calls.append((self.kernel.__name__, dict(zip(names, varying, strict=False))))
+
+    def encoded(self, first, values):
+        self.encoded_numbers.append(first)
+        return list(values)
+
+
+def address_of(value):
+    """Of a tensor, a descriptor or what stands for it."""
+    value = getattr(value, "base", value)
+    return value.data_ptr() if hasattr(value, "data_ptr") else value
+
+
+def check_repeat(module, run, tensors, monkeypatch):
+    """Launches of ``run(*tensors())``, and of its like for other tensors: first, or again.
+
+    Returns the first ones, and which parameters' descriptors were encoded.
+    """
+    calls, agains = [], []
+
+    def launch(kernel, grid, arguments, options, device, *, num_varying):
+        assert set(arguments) == set(kernel.arg_names)
+        calls.append((kernel.__name__, arguments))
+        agains.append(Again(kernel, num_varying, calls))
+        return agains[-1]
+
+    for patched in (module, sum_splits):
+        monkeypatch.setattr(patched, "launch", launch)
+        monkeypatch.setattr(patched, "gpu_of", lambda device: Gpu(90, 132))
+    again = run(*tensors())
+    first = list(calls)
+    given = tensors()
+    addresses, out = [None if x is None else x.data_ptr() for x in given], given[-1]
+    calls.clear()
+    again(addresses)
+    repeated = list(calls)
+    again(addresses)  # what comes again is not encoded again
+    calls.clear()
+    run(*given)
+    for (kernel, some), (first_kernel, of_first) in zip(repeated, calls, strict=True):
+        assert kernel == first_kernel
+        for name, value in some.items():
+            if len(calls) == 1 or name not in ("out_ptr", "out_desc", "partials_ptr"):
+                assert address_of(value) == address_of(of_first[name]), name
+            if hasattr(value, "strides"):
+                assert list(value.shape) == list(of_first[name].shape)
+                assert list(value.strides) == list(of_first[name].strides)
+    if len(calls) == 2:
+        product, of_sum = repeated[0][1], repeated[1][1]
+        into = product["out_desc"] if "out_desc" in product else product["out_ptr"]
+        assert address_of(into) == of_sum["partials_ptr"]
+        assert product["bias_ptr"] is None
+        assert of_sum["bias_ptr"] == addresses[-2] and of_sum["out_ptr"] == out.data_ptr()
+    return first, sorted(agains[0].encoded_numbers)
+
+
+@pytest.mark.parametrize(
+    "bits, num_rows, num_columns, group_size, num_launches",
+    [
+        (8, 64, 128, 1024, 2), (8, 64, 128 * 132, 1024, 1),  # cut along K, and not
+        (4, 64, 128, 128, 2), (4, 64, 128 * 132, 128, 1),
+        (4, 16, 128, 128, 1), (4, 1, 128, 1024, 1),
+    ],
+)  # fmt: skip
+def test_weight_only(bits, num_rows, num_columns, group_size, num_launches, monkeypatch):
+    def tensors():
+        quantize = partial(quantize_int4, group_size=group_size if group_size < 1024 else None)
+        quantize = quantize_int8 if bits == 8 else quantize
+        style = {"symmetric": num_rows <= 16, "backend": "reference"}
+        weight = quantize(torch.ones(num_columns, 1024), **style)
+        x, out = torch.zeros(num_rows, 1024).half(), torch.empty(num_rows, num_columns).half()
+        return x, weight.values, weight.scale, weight.zero, torch.ones(num_columns), out
+
+    def run(*given):
+        return matmul_weight_only.matmul_weight_only(*given[:-1], group_size, given[-1])
+
+    launches, encoded = check_repeat(matmul_weight_only, run, tensors, monkeypatch)
+    assert len(launches) == num_launches
+    has_scale = num_rows <= 16 and group_size < 1024  # as a descriptor
+    assert encoded == [0, 1, 2][: 2 + has_scale]
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("granularity", ["row", "group"])
+@pytest.mark.parametrize(
+    "num_rows, num_columns, num_launches",
+    [(5, 8192, 1), (64, 512, 2), (100, 512, 2), (300, 8192, 1)],  # few rows and more, K cut or not
+)
+def test_scaled_mm(num_rows, num_columns, num_launches, granularity, column_major, monkeypatch):
+    if column_major and granularity == "row":
+        pytest.skip("of groups only")
+    has_groups = granularity == "group"
+
+    def tensors():
+        a, scale_a = quantize_fp8(
+            torch.ones(num_rows, 2048),
+            granularity=granularity,
+            column_major_scales=column_major,
+            backend="reference",
+        )
+        b = torch.zeros(1, num_columns, 2048, dtype=a.dtype).mT
+        cells = (16, -(-num_columns // 128)) if has_groups else (1, num_columns)
+        bias, out = torch.ones(1, num_columns), torch.empty(1, num_rows, num_columns).half()
+        return a[None], b, scale_a[None], torch.ones(1, *cells), None, bias, out
+
+    def run(a, b, scale_a, scale_b, row_offsets, bias, out):
+        cells = ((1, 128), (128, 128)) if has_groups else ((1, 0), (0, 1))
+        return scaled_mm.scaled_mm(a, b, scale_a, scale_b, *cells, None, bias, True, out)
+
+    launches, encoded = check_repeat(scaled_mm, run, tensors, monkeypatch)
+    assert len(launches) == num_launches
+    if num_rows <= 64:
+        assert encoded == [0, 1]
+    elif num_launches == 1 or len(encoded) == 4 + column_major:  # parts may lie elsewhere
+        assert set(encoded) == {0, 1, 5} | ({2} if column_major else set())
