@@ -441,7 +441,7 @@ def test_column_major_scales_by_tma(n, k, m, of_matrices):
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])
 @pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
-@pytest.mark.parametrize("n", [2112, 2058])  # 64 and 10 columns are left
+@pytest.mark.parametrize("n", [2112, 2056])  # 64 and 8 columns are left
 def test_last_columns_that_are_few(n, scaling, accumulation):
     """They have tiles of their own, which other columns must not notice."""
     a, b = operands(2000, n, 640, scaling, device="cuda")

@@ -3,7 +3,8 @@
 A program takes every num_programs-th tile of ``out``, or part of K of one. One warp fetches steps
 of 128 of K by TMA into a ring of STAGES; two warpgroups multiply, each one half of the tile's rows,
 64 at a time. Where sums are exact, or scales change along K, the product of a step leaves the
-tensor core, whose accumulator keeps some 13 bits, and is added in fp32.
+tensor core, whose accumulator keeps some 13 bits, and is added in fp32. Most products of up to 64
+rows have a kernel of their own, ``scaled_mm_few``; tiles, launches and repeats of both are here.
 """
 
 import math
