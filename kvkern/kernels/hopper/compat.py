@@ -43,10 +43,13 @@ def as_matrix(tile):
     return view_tile(tile, tile.dtype, [tile.shape[1], tile.shape[2]], LAYOUT)
 
 
-def tile_descriptor(rows: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """What the TMA needs to know to fetch blocks of ``rows`` ``[N, K]``; outside them are zeros."""
-    layout = _default_layout(block, rows.dtype)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), list(block), layout)
+def tile_descriptor(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """What the TMA needs to know to fetch boxes of ``tensor``; outside it are zeros.
+
+    A box has as many dims; the last is contiguous.
+    """
+    layout = _default_layout(box, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)
 
 
 def matrix_descriptor(
@@ -62,12 +65,6 @@ def matrix_descriptor(
     if not is_swizzled:
         layout = gl.NVMMASharedLayout(0, layout.element_bitwidth, len(box))
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
-
-
-def box_descriptor(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """The same of as many dims as a box has, the last contiguous."""
-    layout = _default_layout(box, tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box), layout)
 
 
 @lru_cache

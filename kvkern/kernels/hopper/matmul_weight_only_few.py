@@ -17,16 +17,15 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kvkern.kernels.device import Gpu
-from kvkern.kernels.hopper.compat import box_descriptor, load_tile, thread_barrier, view_tile
+from kvkern.kernels.hopper.compat import load_tile, thread_barrier, tile_descriptor, view_tile
 from kvkern.kernels.hopper.packed_ints import (
     PART,
     inverse_step,
-    next_stage,
     step_scales_layout,
     step_words_layout,
     weights_of_step,
 )
-from kvkern.kernels.hopper.paging import make_barriers
+from kvkern.kernels.hopper.paging import make_barriers, next_stage
 from kvkern.kernels.packed_ints import chunk_columns
 
 _BITS: gl.constexpr = gl.constexpr(4)
@@ -198,10 +197,10 @@ def few_call(
     scale_desc = None
     if has_groups:
         of_chunks = scale.view(num_chunks, 2, num_columns).permute(1, 0, 2)
-        scale_desc = box_descriptor(of_chunks, (2, _STEP.value, columns))
+        scale_desc = tile_descriptor(of_chunks, (2, _STEP.value, columns))
     arguments = {
-        "words_desc": box_descriptor(values.view(torch.int32), (_STEP.value, columns, 32)),
-        "x_desc": box_descriptor(parts_of_x, (_PARTS.value, _STEP.value, rows, 64)),
+        "words_desc": tile_descriptor(values.view(torch.int32), (_STEP.value, columns, 32)),
+        "x_desc": tile_descriptor(parts_of_x, (_PARTS.value, _STEP.value, rows, 64)),
         "scale_desc": scale_desc,
         "scale_ptr": None if has_groups else scale,
         "bias_ptr": bias,

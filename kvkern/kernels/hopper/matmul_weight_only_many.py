@@ -27,13 +27,12 @@ from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor
 from kvkern.kernels.hopper.packed_ints import (
     PART,
     inverse_step,
-    next_stage,
     spread_zero,
     stored_row,
     weights_of_part,
     words_layout,
 )
-from kvkern.kernels.hopper.paging import make_barriers
+from kvkern.kernels.hopper.paging import make_barriers, next_stage
 from kvkern.kernels.packed_ints import chunk_columns
 from kvkern.kernels.sum_splits import MOST_SPLITS
 from kvkern.warm_up import size_class

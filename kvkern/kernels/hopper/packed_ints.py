@@ -109,12 +109,6 @@ def weights_of_part(
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
-    wraps = stage == STAGES - 1
-    return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
-
-
-@gluon.jit
 def spread_zero(zero, DTYPE: gl.constexpr, WORDS: gl.constexpr):
     """A row's zero beside each of its words."""
     zero = gl.expand_dims(zero.to(DTYPE), 1)

@@ -51,6 +51,13 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The next of a ring, and the phase of its barriers."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
 def pin(x):
     """``x``, computed here: LLVM would put it off, and hold what it is made of in registers."""
     return gl.inline_asm_elementwise(

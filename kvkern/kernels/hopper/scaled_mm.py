@@ -36,7 +36,7 @@ from kvkern.kernels.hopper.compat import (
     store_tile,
     view_tile,
 )
-from kvkern.kernels.hopper.paging import make_barriers, pin
+from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
 from kvkern.kernels.hopper.scaled_mm_few import (
     BLOCK_K,
     OF_A_STEP,
@@ -90,12 +90,6 @@ def _place(
         m = gl.where(narrow < 0, m, narrow % tiles_m)
         n = gl.where(narrow < 0, n, wide_n)
     return matrix, m, n, split, split * steps // num_splits, (split + 1) * steps // num_splits
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    wraps = stage == STAGES - 1
-    return gl.where(wraps, 0, stage + 1), phase ^ wraps.to(gl.int32)
 
 
 @gluon.jit
@@ -172,7 +166,7 @@ def _fetch(
                 copy_values(factors_b.index(stage), of_b)
                 of_b += stride_scale_b_group
                 async_copy.mbarrier_arrive(bar, increment_count=False)
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -198,7 +192,7 @@ def _sum_in_tensor_core(
             acc = warpgroup_mma_wait(1, deps=(acc,))
         last = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
     if HAS_TWO:
         acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
     else:
@@ -258,7 +252,7 @@ def _sum_in_registers(
             if HAS_GROUPS:
                 part *= gl.expand_dims(pin(factor) * of_b, 1)
             acc = pin(acc + part)
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
     return acc, acc_2, stage, phase
 
 

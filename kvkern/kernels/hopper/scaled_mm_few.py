@@ -23,7 +23,7 @@ from kvkern.kernels.hopper.compat import (
     load_tile,
     thread_barrier,
 )
-from kvkern.kernels.hopper.paging import make_barriers
+from kvkern.kernels.hopper.paging import make_barriers, next_stage
 
 BLOCK_K: gl.constexpr = gl.constexpr(128)
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # columns of out, rows of a wgmma
@@ -164,9 +164,7 @@ def scaled_mm_few_kernel(
             if HAS_GROUPS:
                 of_step_a += stride_scale_a_group
                 of_step_b += stride_scale_b_group
-        wraps = stage == STAGES - 1
-        stage = gl.where(wraps, 0, stage + 1)
-        phase ^= wraps.to(gl.int32)
+        stage, phase = next_stage(stage, phase, STAGES)
 
     if not HAS_GROUPS:
         acc *= gl.expand_dims(scale_b, 1) * gl.expand_dims(scale_a, 0)
