@@ -112,13 +112,13 @@ SCALES = [("row", False), ("group", False), ("group", True)]  # and whether colu
 
 def scaled_mm_tensors(num_rows, num_columns, granularity, column_major):
     a, scale_a = quantize_fp8(
-        torch.ones(num_rows, 2048),
+        torch.ones(num_rows, 4096),
         granularity=granularity,
         column_major_scales=column_major,
         backend="reference",
     )
-    b = torch.zeros(1, num_columns, 2048, dtype=a.dtype).mT
-    cells = (16, -(-num_columns // 128)) if granularity == "group" else (1, num_columns)
+    b = torch.zeros(1, num_columns, 4096, dtype=a.dtype).mT
+    cells = (32, -(-num_columns // 128)) if granularity == "group" else (1, num_columns)
     bias, out = torch.ones(1, num_columns), torch.empty(1, num_rows, num_columns).half()
     return a[None], b, scale_a[None], torch.ones(1, *cells), None, bias, out
 

@@ -242,11 +242,11 @@ def test_hopper_weight_only_products_of_few_rows_have_one_program_an_sm_that_fit
 
 @pytest.mark.parametrize("in_tensor_core", [True, False])
 def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(in_tensor_core):
-    layers = [(2112, 7168), (24576, 1536), (7168, 16384), (512, 128), (8, 16)]
+    layers = [(2112, 7168), (24576, 1536), (7168, 16384), (32768, 512), (512, 128), (8, 16)]
     for num_rows, (num_columns, depth), num_matrices in itertools.product(
         [1, 16, 17, 64, 65, 128, 200, 4096], layers, [1, 16]
     ):
-        rows, columns, num_splits, stages, is_few = hopper_scaled_mm.choose_tiles(
+        rows, columns, num_splits, stages, is_few, kept = hopper_scaled_mm.choose_tiles(
             num_rows, num_columns, depth, num_matrices,
             sums_in_tensor_core=in_tensor_core, num_sms=132,
         )  # fmt: skip
@@ -264,9 +264,51 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
         else:
             in_ring, programs = rows, 1
             assert stages >= 2
-        ring = stages * ((in_ring + columns) * 128 + 4 * (in_ring + 64))
+        ring = (kept or stages) * in_ring * (128 + 4) + stages * columns * 128 + 4 * 64 * stages
         staged = 0 if is_few else 2 * 64 * 128 + 4 * 4 * columns
         assert programs * (ring + staged + 1024) <= 228 * 1024
+
+
+def test_hopper_products_keep_a_where_it_takes_no_more_room_than_in_a_ring():
+    """A step's place is written again once a ring of steps has been multiplied after it."""
+    for num_rows, num_columns, depth in itertools.product(
+        [65, 128, 129, 256, 4096], [128, 2112, 8192, 32768], [128, 256, 384, 512, 640, 1536]
+    ):
+        tiles = hopper_scaled_mm.choose_tiles(
+            num_rows, num_columns, depth, 1, sums_in_tensor_core=True, num_sms=132
+        )
+        assert tiles.kept in (0, depth // 128)
+        if tiles.kept:
+            assert tiles.num_splits == 1 and 3 <= tiles.stages <= tiles.kept <= 4
+            assert tiles.rows == 256 or num_rows <= 128
+    large = hopper_scaled_mm.choose_tiles(
+        4096, 32768, 512, 1, sums_in_tensor_core=False, num_sms=132
+    )
+    assert large == (256, 128, 1, 4, False, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "depth", "fast", "of_groups"),
+    [  # the fastest of those measured on an H200: rows and columns of a tile, parts of K
+        (128, 2112, 7168, (128, 64, 4), (128, 64, 4)),
+        (128, 24576, 1536, (128, 64, 1), (128, 64, 1)),
+        (128, 7168, 16384, (128, 64, 1), (128, 64, 1)),
+        (256, 24576, 1536, (128, 128, 1), (128, 128, 1)),
+        (256, 7168, 16384, (128, 128, 1), (128, 128, 1)),
+        (256, 4096, 7168, (128, 64, 1), (128, 64, 1)),
+        (512, 2112, 7168, None, (128, 64, 1)),
+        (512, 4096, 7168, None, (128, 128, 1)),
+        (512, 7168, 16384, None, (256, 128, 1)),
+    ],
+)
+def test_hopper_products_have_the_tiles_that_were_fastest(
+    num_rows, num_columns, depth, fast, of_groups
+):
+    for in_tensor_core, fastest in ((True, fast), (False, of_groups)):
+        tiles = hopper_scaled_mm.choose_tiles(
+            num_rows, num_columns, depth, 1, sums_in_tensor_core=in_tensor_core, num_sms=132
+        )
+        assert fastest is None or tiles[:3] == fastest
 
 
 def test_hopper_products_fill_the_card():

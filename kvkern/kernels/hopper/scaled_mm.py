@@ -36,7 +36,12 @@ from kvkern.kernels.hopper.compat import (
     store_tile,
     view_tile,
 )
-from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
+from kvkern.kernels.hopper.paging import (
+    fence_products,
+    make_barriers,
+    next_stage,
+    pin,
+)
 from kvkern.kernels.hopper.scaled_mm_few import (
     BLOCK_K,
     OF_A_STEP,
@@ -50,15 +55,37 @@ from kvkern.warm_up import size_class
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
 
 
+class _Order(NamedTuple):
+    """Which tiles there are, and how they follow each other; all of it known when compiled."""
+
+    rows: int  # of a tile
+    columns: int
+    band: int  # row tiles that are done column after column
+    kept: int  # steps of a that stay while tiles have the same rows: all, or none
+    has_narrow: bool  # the last column of tiles is no more than half as wide as others
+    has_splits: bool
+    has_matrices: bool
+
+
 @gluon.jit
-def _num_rounds(num_units):
-    """Of units that this program has."""
+def _num_units(shape, ORDER: gl.constexpr):
+    num_rows, num_columns, _, num_matrices, num_splits = shape
+    tiles = gl.cdiv(num_rows, ORDER.rows) * gl.cdiv(num_columns, ORDER.columns)
+    return num_matrices * tiles * num_splits
+
+
+@gluon.jit
+def _num_rounds(shape, ORDER: gl.constexpr):
+    """Units that this program has."""
+    num_units = _num_units(shape, ORDER)
+    if ORDER.kept:
+        return _first_of(gl.program_id(0) + 1, num_units) - _first_of(gl.program_id(0), num_units)
     rounds = num_units // gl.num_programs(0)
-    return rounds + (_unit(rounds) < num_units).to(gl.int32)
+    return rounds + (_in_turn(rounds) < num_units).to(gl.int32)
 
 
 @gluon.jit
-def _unit(turn):
+def _in_turn(turn):
     """Turns go to and fro: programs that get a narrow tile get the next ones too."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -66,30 +93,56 @@ def _unit(turn):
 
 
 @gluon.jit
-def _place(
-    unit, tiles_m, tiles_n, num_matrices, num_splits, steps, BAND: gl.constexpr,
-    HAS_NARROW: gl.constexpr,
-):  # fmt: skip
+def _first_of(program, num_units):
+    """Where a's rows are kept a program's units are next to each other."""
+    return (program.to(gl.int64) * num_units // gl.num_programs(0)).to(gl.int32)
+
+
+@gluon.jit
+def _place(turn, shape, ORDER: gl.constexpr):
     """Matrix, tile and steps of a unit: bands of row tiles, each column after column.
 
-    Narrow tiles, the last column's, come after all others.
+    Narrow tiles, the last column's, come after all others. A division takes 100 cycles, so there
+    are as few as can be.
     """
-    tile = unit // num_splits
-    split = unit % num_splits
-    wide_n = tiles_n - 1 if HAS_NARROW else tiles_n
-    matrix = tile // (tiles_m * wide_n)
-    in_matrix = tile % (tiles_m * wide_n)
-    first = in_matrix // (BAND * wide_n) * BAND
-    in_band = in_matrix % (BAND * wide_n)
-    band_rows = gl.minimum(tiles_m - first, BAND)
-    m = first + in_band % band_rows
-    n = in_band // band_rows
-    if HAS_NARROW:
-        narrow = tile - num_matrices * tiles_m * wide_n
-        matrix = gl.where(narrow < 0, matrix, narrow // tiles_m)
-        m = gl.where(narrow < 0, m, narrow % tiles_m)
-        n = gl.where(narrow < 0, n, wide_n)
-    return matrix, m, n, split, split * steps // num_splits, (split + 1) * steps // num_splits
+    num_rows, num_columns, depth, num_matrices, num_splits = shape
+    BAND: gl.constexpr = ORDER.band
+    tiles_m = gl.cdiv(num_rows, ORDER.rows)
+    num_wide = gl.cdiv(num_columns, ORDER.columns) - (1 if ORDER.has_narrow else 0)
+    if ORDER.kept:
+        tile = _first_of(gl.program_id(0), _num_units(shape, ORDER)) + turn
+    else:
+        tile = _in_turn(turn)
+    split = 0 * turn
+    first_step = 0 * turn
+    end_step = gl.cdiv(depth, BLOCK_K)
+    if ORDER.has_splits:
+        steps = end_step
+        split = tile % num_splits
+        tile = tile // num_splits
+        first_step = split * steps // num_splits
+        end_step = (split + 1) * steps // num_splits
+    in_matrix = tile
+    matrix = 0 * turn
+    if ORDER.has_matrices:
+        matrix = tile // (tiles_m * num_wide)
+        in_matrix = tile - matrix * tiles_m * num_wide
+    band = in_matrix // (BAND * num_wide)
+    in_band = in_matrix - band * BAND * num_wide
+    n = in_band // BAND
+    m = in_band % BAND
+    band_rows = tiles_m - band * BAND
+    if band_rows < BAND:
+        n = in_band // gl.maximum(band_rows, 1)
+        m = in_band - n * band_rows
+    m += band * BAND
+    if ORDER.has_narrow:
+        narrow = tile - num_matrices * tiles_m * num_wide
+        if narrow >= 0:
+            matrix = narrow // tiles_m if ORDER.has_matrices else 0 * turn
+            m = narrow - matrix * tiles_m
+            n = num_wide
+    return matrix, m, n, split, first_step, end_step
 
 
 @gluon.jit
@@ -104,83 +157,82 @@ def _fetch(
     b_desc,
     scale_a_ptr,
     scale_b_ptr,
-    num_rows,
-    num_columns,
-    depth,
-    num_matrices,
-    num_splits,
-    stride_scale_a_matrix,
-    stride_scale_a_row,
-    stride_scale_a_group,
-    stride_scale_b_matrix,
-    stride_scale_b_group,
-    stride_scale_b_column,
-    BAND: gl.constexpr,
+    shape,
+    strides,
     HAS_GROUPS: gl.constexpr,
     IS_COLUMN_MAJOR: gl.constexpr,
-    HAS_NARROW: gl.constexpr,
+    ORDER: gl.constexpr,
 ):
-    """The warp that fills the ring; scales of a step come beside its operands."""
-    STAGES: gl.constexpr = a.shape[0]
+    """The warp that fills the ring; scales of a step come beside its operands.
+
+    Where a is kept its steps have a place each, and are there still for the next tile of its rows.
+    """
+    STAGES: gl.constexpr = b.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
     BLOCK_N: gl.constexpr = b.shape[2]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
-    COPIES: gl.constexpr = factors_b.shape[1]  # of a scale that all rows share
-    OF_TILES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
-    NUM_BYTES: gl.constexpr = OF_TILES + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
-    tiles_m = gl.cdiv(num_rows, BLOCK_M)
-    tiles_n = gl.cdiv(num_columns, BLOCK_N)
-    steps = gl.cdiv(depth, BLOCK_K)
-    num_units = num_matrices * tiles_m * tiles_n * num_splits
+    OF_A: gl.constexpr = a_desc.block_type.nbytes + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
+    OF_B: gl.constexpr = b_desc.block_type.nbytes
+    num_rows, _, _, _, _ = shape
+    a_matrix, a_row, a_group, b_matrix, b_group, b_column = strides
     stage = 0
     phase = 1
-    for turn in range(_num_rounds(num_units)):
-        matrix, m, n, _, first_step, end_step = _place(
-            _unit(turn), tiles_m, tiles_n, num_matrices, num_splits, steps, BAND, HAS_NARROW
-        )
+    matrix_before = -1
+    m_before = -1
+    for turn in range(_num_rounds(shape, ORDER)):
+        matrix, m, n, _, first_step, end_step = _place(turn, shape, ORDER)
+        if HAS_GROUPS and not IS_COLUMN_MAJOR:
+            row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
+            of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
+            of_a += first_step.to(gl.int64) * a_group
+            of_a += row.to(gl.int64) * a_row
         if HAS_GROUPS:
-            if not IS_COLUMN_MAJOR:
-                row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
-                of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
-                of_a += first_step.to(gl.int64) * stride_scale_a_group
-                of_a += row.to(gl.int64) * stride_scale_a_row
-            of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
-            of_b += first_step.to(gl.int64) * stride_scale_b_group
-            of_b += (n * BLOCK_N // 128).to(gl.int64) * stride_scale_b_column
-            of_b += gl.zeros([COPIES], gl.int32, LANES)
+            of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
+            of_b += (n * BLOCK_N // 128).to(gl.int64) * b_column + first_step.to(gl.int64) * b_group
+            of_b += gl.zeros([_WAVE], gl.int32, LANES)  # a copy for each row of a warpgroup
+            scale_b = gl.load(of_b)
+        has_rows = (matrix == matrix_before) & (m == m_before)
+        matrix_before = matrix
+        m_before = m
         for step in range(first_step, end_step):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, NUM_BYTES)
-            rows = a.index(stage).slice(0, BOX_M, dim=1)  # those past them are never stored
-            load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, rows)
-            load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
-            if HAS_GROUPS:
+            place = step if ORDER.kept else stage
+            rows = a.index(place).slice(0, BOX_M, dim=1)  # those past them are never stored
+            if HAS_GROUPS:  # before this warp arrives at the barrier; the next step's is on its way
+                factors_b.index(stage).store(scale_b)
+                of_b += gl.where(step + 1 < end_step, b_group, 0)
+                scale_b = gl.load(of_b)
+            if ORDER.kept and has_rows:
+                mbarrier.expect(bar, OF_B)
+            else:
+                mbarrier.expect(bar, OF_A + OF_B)
+                load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, rows)
                 if IS_COLUMN_MAJOR:
                     at = [matrix, step, m * BLOCK_M]
-                    load_tile(scale_a_ptr, at, bar, factors_a.index(stage))
-                else:
-                    copy_values(factors_a.index(stage), of_a)
-                    of_a += stride_scale_a_group
-                copy_values(factors_b.index(stage), of_b)
-                of_b += stride_scale_b_group
+                    load_tile(scale_a_ptr, at, bar, factors_a.index(place))
+            load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
+            if HAS_GROUPS and not IS_COLUMN_MAJOR:
+                copy_values(factors_a.index(place), of_a)
+                of_a += a_group
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
 def _sum_in_tensor_core(
-    acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST: gl.constexpr
-):
+    acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
     """Products of all steps into the accumulators; a step is let go when the next is under way."""
-    STAGES: gl.constexpr = a.shape[0]
+    STAGES: gl.constexpr = b.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
     COLUMNS: gl.constexpr = acc.shape[1]
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
-        rows = as_matrix(a.index(stage))
+        rows = as_matrix(a.index(step if ORDER.kept else stage))
         columns = _columns_of(b, stage, COLUMNS)
         acc = warpgroup_mma(rows.slice(FIRST, _WAVE, dim=0), columns, acc, is_async=True)
         if HAS_TWO:
@@ -204,6 +256,36 @@ def _sum_in_tensor_core(
 
 @gluon.jit
 def _sum_in_registers(
+    acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """The product of each step, added in fp32."""
+    STAGES: gl.constexpr = b.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    HAS_TWO: gl.constexpr = a.shape[2] == 4 * _WAVE
+    for step in range(num_steps):
+        mbarrier.wait(full.index(stage), phase)
+        rows = as_matrix(a.index(step if ORDER.kept else stage))
+        columns = _columns_of(b, stage, COLUMNS)
+        part = _begin(rows.slice(FIRST, _WAVE, dim=0), columns)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        if HAS_TWO:
+            acc = pin(acc + part)
+            # passes at once; ptxas begins no product before it that it lacks the registers for
+            mbarrier.wait(full.index(stage), phase)
+            part = _begin(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
+            part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        if HAS_TWO:
+            acc_2 = pin(acc_2 + part)
+        else:
+            acc = pin(acc + part)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return acc, acc_2, stage, phase
+
+
+@gluon.jit
+def _sum_of_groups(
     acc,
     acc_2,
     a,
@@ -216,53 +298,77 @@ def _sum_in_registers(
     stage,
     phase,
     FIRST: gl.constexpr,
-    HAS_GROUPS: gl.constexpr,
+    ORDER: gl.constexpr,
 ):
-    """The product of each step, times its scales, added in fp32."""
-    STAGES: gl.constexpr = a.shape[0]
-    BLOCK_M: gl.constexpr = a.shape[2]
+    """The product of each step, times its scales, added in fp32.
+
+    Registers allow a warpgroup one product at a time, and two keep the tensor core busy if little
+    lies between products: so the next step is awaited under the last product of a step, and its
+    scales, loaded before its first product, are multiplied after that.
+    """
+    STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
+    HAS_TWO: gl.constexpr = a.shape[2] == 4 * _WAVE
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    for _ in range(num_steps):
-        mbarrier.wait(full.index(stage), phase)
-        if HAS_GROUPS:  # pinned, so that they are loaded before the product is begun
-            of_a = view_tile(factors_a.index(stage), gl.float32, [BLOCK_M], FLAT)
-            of_b = pin(factors_b.index(stage).slice(0, 1).load(OF_ROW))
-            factor = pin(of_a.slice(FIRST, _WAVE).load(OF_ROW))
-            if HAS_TWO:
-                factor_2 = pin(of_a.slice(FIRST + _WAVE, _WAVE).load(OF_ROW))
-        rows = as_matrix(a.index(stage))
+    mbarrier.wait(full.index(stage), phase)
+    first, second, of_b = _load_scales(
+        factors_a, factors_b, 0 if ORDER.kept else stage, stage, FIRST, HAS_TWO, OF_ROW
+    )
+    for step in range(num_steps):
+        rows = as_matrix(a.index(step if ORDER.kept else stage))
         columns = _columns_of(b, stage, COLUMNS)
-        part = _product(rows.slice(FIRST, _WAVE, dim=0), columns)
+        part = _begin(rows.slice(FIRST, _WAVE, dim=0), columns)
         if HAS_TWO:
-            if HAS_GROUPS:
-                part *= gl.expand_dims(pin(factor) * of_b, 1)
+            fence_products(num_steps)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            part *= gl.expand_dims(pin(first) * of_b, 1)
             acc = pin(acc + part)
-            # passes at once; ptxas begins no product before it that it lacks the registers for
-            mbarrier.wait(full.index(stage), phase)
-            part = _product(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
-            mbarrier.arrive(empty.index(stage), count=1)
-            if HAS_GROUPS:
-                part *= gl.expand_dims(pin(factor_2) * of_b, 1)
+            fence_products(num_steps)
+            part = _begin(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
+        after, phase_after = next_stage(stage, phase, STAGES)
+        is_last = step + 1 == num_steps
+        awaited = gl.where(is_last, stage, after)  # the next tile's is for the next tile to await
+        mbarrier.wait(full.index(awaited), gl.where(is_last, phase, phase_after))
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        if HAS_TWO:
+            part *= gl.expand_dims(pin(second) * of_b, 1)
             acc_2 = pin(acc_2 + part)
         else:
-            mbarrier.arrive(empty.index(stage), count=1)
-            if HAS_GROUPS:
-                part *= gl.expand_dims(pin(factor) * of_b, 1)
+            part *= gl.expand_dims(pin(first) * of_b, 1)
             acc = pin(acc + part)
-        stage, phase = next_stage(stage, phase, STAGES)
+        place = gl.where(is_last, step, step + 1) if ORDER.kept else awaited
+        first, second, of_b = _load_scales(
+            factors_a, factors_b, place, awaited, FIRST, HAS_TWO, OF_ROW
+        )
+        stage = after
+        phase = phase_after
     return acc, acc_2, stage, phase
 
 
 @gluon.jit
-def _product(rows, columns):
+def _load_scales(
+    factors_a, factors_b, place, stage, FIRST: gl.constexpr, HAS_TWO: gl.constexpr,
+    OF_ROW: gl.constexpr,
+):  # fmt: skip
+    """Of a warpgroup's first 64 rows, of its others, and of columns."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BLOCK_M: gl.constexpr = factors_a.shape[len(factors_a.shape) - 1]
+    of_a = view_tile(factors_a.index(place), gl.float32, [BLOCK_M], FLAT)
+    of_b = pin(factors_b.index(stage).load(OF_ROW))
+    first = pin(of_a.slice(FIRST, _WAVE).load(OF_ROW))
+    if HAS_TWO:
+        return first, pin(of_a.slice(FIRST + _WAVE, _WAVE).load(OF_ROW)), of_b
+    return first, first, of_b
+
+
+@gluon.jit
+def _begin(rows, columns):
+    """A product of 64 rows and a step, under way."""
     COLUMNS: gl.constexpr = columns.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     zero = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
-    part = warpgroup_mma(rows, columns, zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(part,))
+    return warpgroup_mma(rows, columns, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -286,52 +392,38 @@ def _multiply(
     scale_a_ptr,
     scale_b_ptr,
     bias_ptr,
-    num_rows,
-    num_columns,
-    depth,
-    num_matrices,
-    num_splits,
-    stride_scale_a_matrix,
-    stride_scale_a_row,
-    stride_scale_b_matrix,
-    stride_scale_b_column,
+    shape,
+    strides,
     stride_bias,
-    BAND: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
+    HAS_COLUMN_SCALES: gl.constexpr,
     IS_EXACT: gl.constexpr,
-    HAS_NARROW: gl.constexpr,
+    ORDER: gl.constexpr,
 ):
     """A warpgroup: one or two times 64 rows of each tile."""
-    BLOCK_M: gl.constexpr = a.shape[2]
-    BLOCK_N: gl.constexpr = b.shape[2]
-    tiles_m = gl.cdiv(num_rows, BLOCK_M)
-    tiles_n = gl.cdiv(num_columns, BLOCK_N)
-    steps = gl.cdiv(depth, BLOCK_K)
-    num_units = num_matrices * tiles_m * tiles_n * num_splits
+    BLOCK_M: gl.constexpr = ORDER.rows
+    BLOCK_N: gl.constexpr = ORDER.columns
+    num_rows, num_columns, _, num_matrices, _ = shape
     stage = 0
     phase = 0
-    for turn in range(_num_rounds(num_units)):
-        matrix, m, n, split, first_step, end_step = _place(
-            _unit(turn), tiles_m, tiles_n, num_matrices, num_splits, steps, BAND, HAS_NARROW
-        )
+    for turn in range(_num_rounds(shape, ORDER)):
+        matrix, m, n, split, first_step, end_step = _place(turn, shape, ORDER)
         row = m * BLOCK_M + which * BLOCK_M // 2
         into = split * num_matrices + matrix
         num_steps = end_step - first_step
-        if HAS_NARROW and n == tiles_n - 1:
+        if ORDER.has_narrow and n == num_columns // BLOCK_N:
             stage, phase = _make_tile(
                 a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc, scale_a_ptr,
-                scale_b_ptr, bias_ptr, num_rows, num_columns, stride_scale_a_matrix,
-                stride_scale_a_row, stride_scale_b_matrix, stride_scale_b_column, stride_bias,
-                matrix, into, row, n, num_steps, stage, phase, which, BLOCK_N // 2, HAS_GROUPS,
-                IS_EXACT,
+                scale_b_ptr, bias_ptr, num_rows, num_columns, strides, stride_bias, matrix, into,
+                row, n, num_steps, stage, phase, which, BLOCK_N // 2, HAS_GROUPS,
+                HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
         else:
             stage, phase = _make_tile(
                 a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc, scale_a_ptr,
-                scale_b_ptr, bias_ptr, num_rows, num_columns, stride_scale_a_matrix,
-                stride_scale_a_row, stride_scale_b_matrix, stride_scale_b_column, stride_bias,
-                matrix, into, row, n, num_steps, stage, phase, which, BLOCK_N, HAS_GROUPS,
-                IS_EXACT,
+                scale_b_ptr, bias_ptr, num_rows, num_columns, strides, stride_bias, matrix, into,
+                row, n, num_steps, stage, phase, which, BLOCK_N, HAS_GROUPS, HAS_COLUMN_SCALES,
+                IS_EXACT, ORDER,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -352,10 +444,7 @@ def _make_tile(
     bias_ptr,
     num_rows,
     num_columns,
-    stride_scale_a_matrix,
-    stride_scale_a_row,
-    stride_scale_b_matrix,
-    stride_scale_b_column,
+    strides,
     stride_bias,
     matrix,
     into,
@@ -367,7 +456,9 @@ def _make_tile(
     which: gl.constexpr,
     COLUMNS: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
+    HAS_COLUMN_SCALES: gl.constexpr,
     IS_EXACT: gl.constexpr,
+    ORDER: gl.constexpr,
 ):
     """A warpgroup's rows of a tile, and of its first COLUMNS columns. The ring's place after it."""
     BLOCK_M: gl.constexpr = a.shape[2]
@@ -378,33 +469,44 @@ def _make_tile(
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     BOXES: gl.constexpr = staged.shape[0] // (1 if BLOCK_M == _WAVE else 2)
+    a_matrix, a_row, _, b_matrix, _, b_column = strides
     # what the end of a tile wants is under way while its products are made
     column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
     if not HAS_GROUPS:
-        of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
-        scale_a = _load_of_rows(of_a, row, num_rows, stride_scale_a_row, LAYOUT)
+        of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
+        scale_a = _load_of_rows(of_a, row, num_rows, a_row, LAYOUT)
         scale_a_2 = scale_a
         if HAS_TWO:
-            scale_a_2 = _load_of_rows(of_a, row + _WAVE, num_rows, stride_scale_a_row, LAYOUT)
-        of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
-        scale_b = gl.load(of_b + column.to(gl.int64) * stride_scale_b_column)
+            scale_a_2 = _load_of_rows(of_a, row + _WAVE, num_rows, a_row, LAYOUT)
+        of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
+        if HAS_COLUMN_SCALES:
+            scale_b = gl.load(of_b + column.to(gl.int64) * b_column)
+        else:
+            one = gl.load(of_b)
+            scale_a *= one
+            scale_a_2 *= one
     if HAS_BIAS:
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
 
     acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
     acc_2 = gl.zeros([_WAVE, COLUMNS if HAS_TWO else 8], gl.float32, LAYOUT)
-    if HAS_GROUPS or IS_EXACT:
-        acc, acc_2, stage, phase = _sum_in_registers(
+    if HAS_GROUPS:
+        acc, acc_2, stage, phase = _sum_of_groups(
             acc, acc_2, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, FIRST,
-            HAS_GROUPS,
+            ORDER,
         )  # fmt: skip
+    elif IS_EXACT:
+        acc, acc_2, stage, phase = _sum_in_registers(
+            acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST, ORDER
+        )
     else:
         acc, acc_2, stage, phase = _sum_in_tensor_core(
-            acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST
+            acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST, ORDER
         )
 
     if not HAS_GROUPS:
-        of_columns.index(2 * which).store(scale_b)
+        if HAS_COLUMN_SCALES:
+            of_columns.index(2 * which).store(scale_b)
         acc *= gl.expand_dims(scale_a, 1)
         if HAS_TWO:
             acc_2 *= gl.expand_dims(scale_a_2, 1)
@@ -412,12 +514,12 @@ def _make_tile(
         of_columns.index(2 * which + 1).store(bias)
     _store(
         acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, 0, BOXES,
-        HAS_GROUPS, HAS_BIAS,
+        HAS_COLUMN_SCALES, HAS_BIAS,
     )  # fmt: skip
     if HAS_TWO:
         _store(
             acc_2, staged, of_columns, out_desc, into, row + _WAVE, n * BLOCK_N, which,
-            COLUMNS // staged.shape[3], 0, BOXES, HAS_GROUPS, HAS_BIAS,
+            COLUMNS // staged.shape[3], 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS,
         )  # fmt: skip
     return stage, phase
 
@@ -441,7 +543,7 @@ def _store(
     NUMBER: gl.constexpr,  # of boxes of the tile before
     OFFSET: gl.constexpr,  # of the first column in the tile
     BOXES: gl.constexpr,
-    HAS_GROUPS: gl.constexpr,
+    HAS_COLUMN_SCALES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
     """Scale columns, add the bias, round and store, by as many columns as a box has.
@@ -454,15 +556,15 @@ def _store(
         left, right = acc.reshape([_WAVE, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
         _store(
             left, staged, of_columns, out_desc, into, row, column, WHICH, NUMBER, OFFSET, BOXES,
-            HAS_GROUPS, HAS_BIAS,
+            HAS_COLUMN_SCALES, HAS_BIAS,
         )  # fmt: skip
         _store(
             right, staged, of_columns, out_desc, into, row, column, WHICH,
-            NUMBER + COLUMNS // 2 // staged.shape[3], OFFSET + COLUMNS // 2, BOXES, HAS_GROUPS,
-            HAS_BIAS,
+            NUMBER + COLUMNS // 2 // staged.shape[3], OFFSET + COLUMNS // 2, BOXES,
+            HAS_COLUMN_SCALES, HAS_BIAS,
         )  # fmt: skip
     else:
-        if not HAS_GROUPS:
+        if HAS_COLUMN_SCALES:
             scale = of_columns.index(2 * WHICH).slice(OFFSET, COLUMNS).load(OF_COLUMN)
             acc *= gl.expand_dims(scale, 0)
         if HAS_BIAS:
@@ -497,27 +599,28 @@ def _scaled_mm_kernel(
     stride_scale_b_group,
     stride_scale_b_column,
     stride_bias,
-    BLOCK_M: gl.constexpr,  # 64, or 128 or 256 for two warpgroups
     STAGES: gl.constexpr,
-    BAND: gl.constexpr,
     BOXES: gl.constexpr,  # of a warpgroup's results that are on their way out
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
     IS_COLUMN_MAJOR: gl.constexpr,  # those of a, which the TMA then fetches
+    HAS_COLUMN_SCALES: gl.constexpr,
     IS_EXACT: gl.constexpr,
-    HAS_NARROW: gl.constexpr,  # the last column of tiles is no more than half as wide as others
+    ORDER: gl.constexpr,  # of tiles: 64 rows, or 128 or 256 for two warpgroups
 ):
-    NUM_FACTORS: gl.constexpr = STAGES if HAS_GROUPS else 1
+    BLOCK_M: gl.constexpr = ORDER.rows
+    BLOCK_N: gl.constexpr = ORDER.columns
+    PLACES: gl.constexpr = ORDER.kept if ORDER.kept else STAGES  # of a's steps
+    NUM_FACTORS: gl.constexpr = PLACES if HAS_GROUPS else 1
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, BLOCK_M, BLOCK_K], a_desc.layout)
+    a = gl.allocate_shared_memory(a_desc.dtype, [PLACES, 1, BLOCK_M, BLOCK_K], a_desc.layout)
     b = gl.allocate_shared_memory(
         b_desc.dtype, [STAGES, 1, b_desc.block_type.shape[1], BLOCK_K], b_desc.layout
     )
-    BLOCK_N: gl.constexpr = b_desc.block_type.shape[1]
     GROUPS: gl.constexpr = 1 if BLOCK_M == _WAVE else 2  # of warps that multiply
     staged = gl.allocate_shared_memory(
         out_desc.dtype, [GROUPS * BOXES, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
     )
-    OF_COLUMNS: gl.constexpr = 1 if HAS_GROUPS and bias_ptr is None else BLOCK_N
+    OF_COLUMNS: gl.constexpr = BLOCK_N if HAS_COLUMN_SCALES or bias_ptr is not None else 1
     of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, OF_COLUMNS], FLAT)
     if IS_COLUMN_MAJOR:
         factors_a = gl.allocate_shared_memory(
@@ -525,55 +628,50 @@ def _scaled_mm_kernel(
         )
     else:
         factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
-    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, 32], FLAT)
-    full = make_barriers(STAGES, 33 if HAS_GROUPS else 1)  # lanes of the warp, and the TMA
+    factors_b = gl.allocate_shared_memory(gl.float32, [STAGES if HAS_GROUPS else 1, _WAVE], FLAT)
+    BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
+    full = make_barriers(STAGES, 33 if BY_LANES else 1)  # lanes of the warp, and the TMA
     empty = make_barriers(STAGES, GROUPS)
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
+    shape = (num_rows, num_columns, depth, num_matrices, num_splits)
+    strides = (
+        stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
+        stride_scale_b_group, stride_scale_b_column,
+    )  # fmt: skip
     if GROUPS == 2:
+        # scales in rows take the warp that copies them 40 registers
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, a, b, staged, of_columns, factors_a, factors_b, full,
-                    empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
-                    depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
-                    stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
-                    IS_EXACT, HAS_NARROW,
+                    0, a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc,
+                    scale_a_ptr, scale_b_ptr, bias_ptr, shape, strides, stride_bias, HAS_GROUPS,
+                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )),
                 (_multiply, (
-                    1, a, b, staged, of_columns, factors_a, factors_b, full,
-                    empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
-                    depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
-                    stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
-                    IS_EXACT, HAS_NARROW,
+                    1, a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc,
+                    scale_a_ptr, scale_b_ptr, bias_ptr, shape, strides, stride_bias, HAS_GROUPS,
+                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )),
                 (_fetch, (
                     a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr,
-                    scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
-                    stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
-                    stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
-                    HAS_GROUPS, IS_COLUMN_MAJOR, HAS_NARROW,
+                    scale_b_ptr, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
                 )),
             ],
             [4, 1],
-            [240, 24],
+            [232, 40] if HAS_GROUPS and not IS_COLUMN_MAJOR else [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, a, b, staged, of_columns, factors_a, factors_b, full,
-                    empty, out_desc, scale_a_ptr, scale_b_ptr, bias_ptr, num_rows, num_columns,
-                    depth, num_matrices, num_splits, stride_scale_a_matrix, stride_scale_a_row,
-                    stride_scale_b_matrix, stride_scale_b_column, stride_bias, BAND, HAS_GROUPS,
-                    IS_EXACT, HAS_NARROW,
+                    0, a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc,
+                    scale_a_ptr, scale_b_ptr, bias_ptr, shape, strides, stride_bias, HAS_GROUPS,
+                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )),
                 (_fetch, (
                     a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr,
-                    scale_b_ptr, num_rows, num_columns, depth, num_matrices, num_splits,
-                    stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group,
-                    stride_scale_b_matrix, stride_scale_b_group, stride_scale_b_column, BAND,
-                    HAS_GROUPS, IS_COLUMN_MAJOR, HAS_NARROW,
+                    scale_b_ptr, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
                 )),
             ],
             [1],
@@ -589,15 +687,17 @@ class Tiles(NamedTuple):
     num_splits: int  # of K
     stages: int
     is_few: bool = False  # whether ``scaled_mm_few`` has a kernel for it
+    kept: int = 0  # steps of a that stay in shared memory from tile to tile: all, or none
 
 
 _SHARED_BYTES = 232_448
-# ns of a step of 128 rows by as many columns, where b is read from memory, not the L2 cache: with
-# sums in the tensor core, and with others
+# ns of a step of a tile of as many rows and columns, with sums in the tensor core, and with others
 _STEP_NS = {
-    True: {32: 175, 64: 300, 128: 560, 256: 1050},
-    False: {32: 220, 64: 400, 128: 610},
-}
+    True: {
+        (128, 32): 205, (128, 64): 225, (128, 128): 400, (128, 256): 660, (256, 128): 660,
+    },
+    False: {(128, 32): 255, (128, 64): 300, (128, 128): 440, (256, 128): 690},
+}  # fmt: skip
 
 
 def choose_tiles(
@@ -608,15 +708,13 @@ def choose_tiles(
     *,
     sums_in_tensor_core: bool,
     num_sms: int,
-    has_groups: bool = False,
     can_split: bool = True,
 ) -> Tiles:
     """What takes the busiest SM the least time.
 
     A thread holds a large tile's sums, and the product of a step beside them unless the tensor core
-    sums: so it is 256 x 128 or 128 x 256. The end of a tile weighs where steps are few: then two
-    boxes of a tile of 256 x 128 are on their way out, or with groups, whose scales take room, four
-    in place of a stage.
+    sums: so it is 256 x 128 or 128 x 256. Where all of K takes no more room than a ring, programs
+    keep a's rows and take tile after tile of them.
     """
     steps = triton.cdiv(depth, 128)
     if num_rows <= _WAVE.value:
@@ -626,31 +724,33 @@ def choose_tiles(
 
     def ns(tile: Tiles) -> float:
         """Of the busiest SM."""
-        rows, columns, num_splits, _, _ = tile
+        rows, columns, num_splits = tile[:3]
         tiles_m, tiles_n = triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns)
         count = float(num_matrices * tiles_m * tiles_n)
         if _has_narrow(num_columns, tile):
             count -= num_matrices * tiles_m / 2
-        rounds = math.ceil(count * num_splits / num_sms)
-        if rows == 128 and num_rows <= 256:
-            of_step: float = _STEP_NS[sums_in_tensor_core][columns]
-        else:  # what it fetches, multiplies, or waits for
-            multiplied = 0.0195 * rows * columns * (1.15 if max(rows, columns) <= 128 else 1)
-            of_step = max(1.2 * (rows + columns), multiplied, 80 + 1.2 * columns)
+        count *= num_splits
+        of_b = columns * 128 / tiles_m * min(count, num_sms) / 3700  # bytes by what memory gives
+        of_step = max(_STEP_NS[sums_in_tensor_core][rows, columns], of_b)
+        of_end = 1500 if max(rows, columns) == 256 else 800
         of_sum = 0.0
         if num_splits > 1:  # a launch, and parts that are written and read
-            of_sum = 2000 + num_splits * num_matrices * num_rows * num_columns / 1000
-        return float(rounds * triton.cdiv(steps, num_splits) * of_step + of_sum)
+            of_sum = 2800 + num_splits * num_matrices * num_rows * num_columns / 340
+        rounds = math.ceil(count / num_sms)
+        return float(rounds * (triton.cdiv(steps, num_splits) * of_step + of_end) + of_sum)
 
     shapes = [(256, 128), (128, 128), (128, 64), (128, 32)]
-    if sums_in_tensor_core and steps > 8:
+    if sums_in_tensor_core and steps > 8 and num_rows > 256:
         shapes.insert(0, (128, 256))
     splits = (1, 2, 4, 8) if can_split else (1,)
     tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
     best = min(tiles, key=ns)
     stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), 8)
-    if has_groups and best.rows == 256 and steps <= 12:
-        stages -= 1
+    is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
+    keeps_a = 3 <= steps <= 4 and best.num_splits == 1 and (best.rows == 256 or is_one)
+    if keeps_a and not _has_narrow(num_columns, best):
+        # a step's place is free again when those of a ring have been multiplied after it
+        return best._replace(stages=min(stages, steps), kept=steps)
     return best._replace(stages=stages)
 
 
@@ -689,7 +789,7 @@ def _has_narrow(num_columns: int, tiles: Tiles) -> bool:
 def _boxes(
     num_columns: int, tiles: Tiles, itemsize: int, *, has_groups: bool, has_bias: bool
 ) -> int:
-    """As many as there is room for, and a tile has a multiple of; of a large tile 4 at most."""
+    """Two of a large tile if there is room, and a tile has a multiple."""
     if max(tiles.rows, tiles.columns) < 256:
         return 1
     a_tile = tiles.rows * tiles.columns * itemsize // 128 // 128
@@ -700,8 +800,7 @@ def _boxes(
         used += tiles.stages * (tiles.rows + 32) * 4
     if has_bias or not has_groups:
         used += 16 * tiles.columns
-    fits = (_SHARED_BYTES - used) // (2 * 8192)
-    return max(boxes for boxes in (1, 2, 4) if boxes <= max(fits, 1) and a_tile % boxes == 0)
+    return 2 if used + 2 * 2 * 8192 <= _SHARED_BYTES and a_tile % 2 == 0 else 1
 
 
 def _is_column_major(scale: Tensor) -> bool:
@@ -784,7 +883,6 @@ def _tiles_for(
         num_matrices,
         sums_in_tensor_core=not is_exact and cell_a[1] == 0,
         num_sms=num_sms,
-        has_groups=cell_a[1] > 0,
         can_split=num_columns % 4 == 0,  # partial sums are stored by TMA too
     )
 
@@ -840,8 +938,16 @@ def _call(
         return (num_units,), arguments, {"num_warps": 4, "enable_fp_fusion": True}
     box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
     arguments["out_desc"] = matrix_descriptor(parts, box)
-    arguments["BLOCK_M"], arguments["BAND"] = tiles.rows, 2048 // tiles.rows
-    arguments["HAS_NARROW"] = _has_narrow(num_columns, tiles)
+    arguments["ORDER"] = _Order(
+        tiles.rows,
+        tiles.columns,
+        1 if tiles.kept else 2048 // tiles.rows,
+        tiles.kept,
+        _has_narrow(num_columns, tiles),
+        tiles.num_splits > 1,
+        num_matrices > 1,
+    )
+    arguments["HAS_COLUMN_SCALES"] = cell_a[1] == 0 and scale_b.shape[2] > 1
     arguments["BOXES"] = _boxes(
         num_columns,
         tiles,
