@@ -259,27 +259,22 @@ def _sum_in_registers(
     acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """The product of each step, added in fp32."""
+    """The product of each step, of twice 64 rows, added in fp32."""
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    HAS_TWO: gl.constexpr = a.shape[2] == 4 * _WAVE
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         rows = as_matrix(a.index(step if ORDER.kept else stage))
         columns = _columns_of(b, stage, COLUMNS)
         part = _begin(rows.slice(FIRST, _WAVE, dim=0), columns)
         part = warpgroup_mma_wait(0, deps=(part,))
-        if HAS_TWO:
-            acc = pin(acc + part)
-            # passes at once; ptxas begins no product before it that it lacks the registers for
-            mbarrier.wait(full.index(stage), phase)
-            part = _begin(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
-            part = warpgroup_mma_wait(0, deps=(part,))
+        acc = pin(acc + part)
+        # passes at once; ptxas begins no product before it that it lacks the registers for
+        mbarrier.wait(full.index(stage), phase)
+        part = _begin(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
+        part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage), count=1)
-        if HAS_TWO:
-            acc_2 = pin(acc_2 + part)
-        else:
-            acc = pin(acc + part)
+        acc_2 = pin(acc_2 + part)
         stage, phase = next_stage(stage, phase, STAGES)
     return acc, acc_2, stage, phase
 
@@ -300,7 +295,7 @@ def _sum_of_groups(
     FIRST: gl.constexpr,
     ORDER: gl.constexpr,
 ):
-    """The product of each step, times its scales, added in fp32.
+    """The product of each step, of twice 64 rows, times its scales, added in fp32.
 
     Registers allow a warpgroup one product at a time, and two keep the tensor core busy if little
     lies between products: so the next step is awaited under the last product of a step, and its
@@ -308,58 +303,115 @@ def _sum_of_groups(
     """
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    HAS_TWO: gl.constexpr = a.shape[2] == 4 * _WAVE
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     mbarrier.wait(full.index(stage), phase)
-    first, second, of_b = _load_scales(
-        factors_a, factors_b, 0 if ORDER.kept else stage, stage, FIRST, HAS_TWO, OF_ROW
-    )
+    place = 0 if ORDER.kept else stage
+    scale = _load_scales(factors_a, place, FIRST, OF_ROW)
+    scale_2 = _load_scales(factors_a, place, FIRST + _WAVE, OF_ROW)
+    of_b = _load_scales(factors_b, stage, 0, OF_ROW)
     for step in range(num_steps):
         rows = as_matrix(a.index(step if ORDER.kept else stage))
         columns = _columns_of(b, stage, COLUMNS)
         part = _begin(rows.slice(FIRST, _WAVE, dim=0), columns)
-        if HAS_TWO:
-            fence_products(num_steps)
-            part = warpgroup_mma_wait(0, deps=(part,))
-            part *= gl.expand_dims(pin(first) * of_b, 1)
-            acc = pin(acc + part)
-            fence_products(num_steps)
-            part = _begin(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
+        fence_products(num_steps)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        acc = _add(acc, part, pin(scale) * of_b, True)
+        fence_products(num_steps)
+        part = _begin(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
         after, phase_after = next_stage(stage, phase, STAGES)
         is_last = step + 1 == num_steps
         awaited = gl.where(is_last, stage, after)  # the next tile's is for the next tile to await
         mbarrier.wait(full.index(awaited), gl.where(is_last, phase, phase_after))
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage), count=1)
-        if HAS_TWO:
-            part *= gl.expand_dims(pin(second) * of_b, 1)
-            acc_2 = pin(acc_2 + part)
-        else:
-            part *= gl.expand_dims(pin(first) * of_b, 1)
-            acc = pin(acc + part)
+        acc_2 = _add(acc_2, part, pin(scale_2) * of_b, True)
         place = gl.where(is_last, step, step + 1) if ORDER.kept else awaited
-        first, second, of_b = _load_scales(
-            factors_a, factors_b, place, awaited, FIRST, HAS_TWO, OF_ROW
-        )
+        scale = _load_scales(factors_a, place, FIRST, OF_ROW)
+        scale_2 = _load_scales(factors_a, place, FIRST + _WAVE, OF_ROW)
+        of_b = _load_scales(factors_b, awaited, 0, OF_ROW)
         stage = after
         phase = phase_after
     return acc, acc_2, stage, phase
 
 
 @gluon.jit
-def _load_scales(
-    factors_a, factors_b, place, stage, FIRST: gl.constexpr, HAS_TWO: gl.constexpr,
-    OF_ROW: gl.constexpr,
+def _sum_in_pairs(
+    acc,
+    a,
+    b,
+    factors_a,
+    factors_b,
+    full,
+    empty,
+    num_steps,
+    stage,
+    phase,
+    FIRST: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,
+    ORDER: gl.constexpr,
+):
+    """The same of once 64 rows, with scales or without: two steps' products are under way."""
+    STAGES: gl.constexpr = b.shape[0]
+    for pair in range(num_steps // 2):
+        part, scale = _begin_step(
+            acc, a, b, factors_a, factors_b, full, stage, phase, 2 * pair, FIRST, HAS_GROUPS, ORDER
+        )
+        stage_2, phase_2 = next_stage(stage, phase, STAGES)
+        part_2, scale_2 = _begin_step(
+            acc, a, b, factors_a, factors_b, full, stage_2, phase_2, 2 * pair + 1, FIRST,
+            HAS_GROUPS, ORDER,
+        )  # fmt: skip
+        part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
+        acc = _add(acc, part, scale, HAS_GROUPS)
+        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(empty.index(stage_2), count=1)
+        acc = _add(acc, part_2, scale_2, HAS_GROUPS)
+        stage, phase = next_stage(stage_2, phase_2, STAGES)
+    if num_steps % 2 == 1:
+        part, scale = _begin_step(
+            acc, a, b, factors_a, factors_b, full, stage, phase, num_steps - 1, FIRST, HAS_GROUPS,
+            ORDER,
+        )  # fmt: skip
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = _add(acc, part, scale, HAS_GROUPS)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _begin_step(
+    acc, a, b, factors_a, factors_b, full, stage, phase, step, FIRST: gl.constexpr,
+    HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """Of a warpgroup's first 64 rows, of its others, and of columns."""
+    """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    place = step if ORDER.kept else stage
+    mbarrier.wait(full.index(stage), phase)
+    scale = 1.0
+    if HAS_GROUPS:
+        scale = _load_scales(factors_a, place, FIRST, OF_ROW)
+        scale *= _load_scales(factors_b, stage, 0, OF_ROW)
+    rows = as_matrix(a.index(place)).slice(FIRST, _WAVE, dim=0)
+    return _begin(rows, _columns_of(b, stage, acc.shape[1])), scale
+
+
+@gluon.jit
+def _load_scales(factors, place, FIRST: gl.constexpr, OF_ROW: gl.constexpr):
+    """Of 64 rows; loaded here."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BLOCK_M: gl.constexpr = factors_a.shape[len(factors_a.shape) - 1]
-    of_a = view_tile(factors_a.index(place), gl.float32, [BLOCK_M], FLAT)
-    of_b = pin(factors_b.index(stage).load(OF_ROW))
-    first = pin(of_a.slice(FIRST, _WAVE).load(OF_ROW))
-    if HAS_TWO:
-        return first, pin(of_a.slice(FIRST + _WAVE, _WAVE).load(OF_ROW)), of_b
-    return first, first, of_b
+    COUNT: gl.constexpr = factors.shape[len(factors.shape) - 1]
+    flat = view_tile(factors.index(place), gl.float32, [COUNT], FLAT)
+    return pin(flat.slice(FIRST, _WAVE).load(OF_ROW))
+
+
+@gluon.jit
+def _add(acc, part, scale, HAS_SCALES: gl.constexpr):
+    """Here: LLVM would put it off behind the next product."""
+    if HAS_SCALES:
+        part *= gl.expand_dims(scale, 1)
+    return pin(acc + part)
 
 
 @gluon.jit
@@ -490,7 +542,12 @@ def _make_tile(
 
     acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
     acc_2 = gl.zeros([_WAVE, COLUMNS if HAS_TWO else 8], gl.float32, LAYOUT)
-    if HAS_GROUPS:
+    if (HAS_GROUPS or IS_EXACT) and not HAS_TWO:
+        acc, stage, phase = _sum_in_pairs(
+            acc, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, FIRST,
+            HAS_GROUPS, ORDER,
+        )  # fmt: skip
+    elif HAS_GROUPS:
         acc, acc_2, stage, phase = _sum_of_groups(
             acc, acc_2, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, FIRST,
             ORDER,
@@ -696,7 +753,7 @@ _STEP_NS = {
     True: {
         (128, 32): 205, (128, 64): 225, (128, 128): 400, (128, 256): 660, (256, 128): 660,
     },
-    False: {(128, 32): 255, (128, 64): 300, (128, 128): 440, (256, 128): 690},
+    False: {(128, 32): 245, (128, 64): 280, (128, 128): 400, (256, 128): 690},
 }  # fmt: skip
 
 
