@@ -259,7 +259,7 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
         if is_few:
             in_ring = power_of_two(max(num_rows, 8))
             count = -(-num_columns // 64) * num_matrices * num_splits
-            programs = min(-(-count // 132), 4)
+            programs = min(-(-count // 132), 5)
             assert 1 <= stages <= -(-steps // num_splits)
         else:
             in_ring, programs = rows, 1
@@ -296,6 +296,8 @@ def test_hopper_products_keep_a_where_it_takes_no_more_room_than_in_a_ring():
         (256, 24576, 1536, (128, 128, 1), (128, 128, 1)),
         (256, 7168, 16384, (128, 128, 1), (128, 128, 1)),
         (256, 4096, 7168, (128, 64, 1), (128, 64, 1)),
+        (2048, 7168, 2048, (128, 128, 1), None),
+        (2048, 7168, 16384, (128, 128, 1), (256, 128, 1)),
         (512, 2112, 7168, None, (128, 64, 1)),
         (512, 4096, 7168, None, (128, 128, 1)),
         (512, 7168, 16384, None, (256, 128, 1)),

@@ -441,6 +441,26 @@ def test_column_major_scales_by_tma(n, k, m, of_matrices):
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])
 @pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+@pytest.mark.parametrize("k", [384, 400, 512])
+@pytest.mark.parametrize(
+    ("m", "n", "of_matrices"), [(1000, 16512, 1), (520, 4096, 3), (100, 24576, 1)]
+)
+def test_rows_that_stay_where_sums_are_short(m, n, of_matrices, k, scaling, accumulation):
+    """A program keeps a's rows for tiles next to each other; most have the next rows' tiles too."""
+    lead = (of_matrices,) if of_matrices > 1 else ()
+    a, b = operands(m, n, k, scaling, device="cuda", lead=lead)
+    result = multiply(a, b, "hopper", accumulation=accumulation)
+    assert_right(result, a, b)
+    if scaling[0] == "group":
+        columns = torch.empty(*lead, a.scale.shape[-1], -(-m // 4) * 4, device="cuda")
+        a.scale = columns.mT[..., :m, :].copy_(a.scale)
+    for _ in range(3):  # by launch, and again
+        assert torch.equal(multiply(a, b, "hopper", accumulation=accumulation), result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
 @pytest.mark.parametrize("n", [2112, 2056])  # 64 and 8 columns are left
 def test_last_columns_that_are_few(n, scaling, accumulation):
     """They have tiles of their own, which other columns must not notice."""

@@ -1,10 +1,11 @@
 """scaled_mm: out = sum over groups of 128 of K of (a @ b) * scale_a * scale_b, + bias; by wgmma.
 
-A program takes every num_programs-th tile of ``out``, or part of K of one. One warp fetches steps
-of 128 of K by TMA into a ring of STAGES; two warpgroups multiply, each one half of the tile's rows,
-64 at a time. Where sums are exact, or scales change along K, the product of a step leaves the
-tensor core, whose accumulator keeps some 13 bits, and is added in fp32. Most products of up to 64
-rows have a kernel of their own, ``scaled_mm_few``; tiles, launches and repeats of both are here.
+A program takes every num_programs-th tile of ``out``, or part of K of one; where K is short, tiles
+next to each other, whose rows of a it keeps. One warp fetches steps of 128 of K by TMA into a ring
+of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time. Where sums are
+exact, or scales change along K, the product of a step leaves the tensor core, whose accumulator
+keeps some 13 bits, and is added in fp32. Most products of up to 64 rows have a kernel of their own,
+``scaled_mm_few``; tiles, launches and repeats of both are here.
 """
 
 import math
@@ -36,17 +37,8 @@ from kvkern.kernels.hopper.compat import (
     store_tile,
     view_tile,
 )
-from kvkern.kernels.hopper.paging import (
-    fence_products,
-    make_barriers,
-    next_stage,
-    pin,
-)
-from kvkern.kernels.hopper.scaled_mm_few import (
-    BLOCK_K,
-    OF_A_STEP,
-    scaled_mm_few_kernel,
-)
+from kvkern.kernels.hopper.paging import fence_products, make_barriers, next_stage, pin
+from kvkern.kernels.hopper.scaled_mm_few import BLOCK_K, OF_A_STEP, scaled_mm_few_kernel
 from kvkern.kernels.launch import Descriptors, Launch, launch
 from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.sum_splits import MOST_SPLITS, SumAgain, launch_sum, new_partials
@@ -660,9 +652,9 @@ def _scaled_mm_kernel(
     BOXES: gl.constexpr,  # of a warpgroup's results that are on their way out
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
     IS_COLUMN_MAJOR: gl.constexpr,  # those of a, which the TMA then fetches
-    HAS_COLUMN_SCALES: gl.constexpr,
+    HAS_COLUMN_SCALES: gl.constexpr,  # one for each of out
     IS_EXACT: gl.constexpr,
-    ORDER: gl.constexpr,  # of tiles: 64 rows, or 128 or 256 for two warpgroups
+    ORDER: gl.constexpr,  # tiles of 64 rows, or of 128 or 256 for two warpgroups
 ):
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
@@ -670,9 +662,7 @@ def _scaled_mm_kernel(
     NUM_FACTORS: gl.constexpr = PLACES if HAS_GROUPS else 1
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a = gl.allocate_shared_memory(a_desc.dtype, [PLACES, 1, BLOCK_M, BLOCK_K], a_desc.layout)
-    b = gl.allocate_shared_memory(
-        b_desc.dtype, [STAGES, 1, b_desc.block_type.shape[1], BLOCK_K], b_desc.layout
-    )
+    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, BLOCK_K], b_desc.layout)
     GROUPS: gl.constexpr = 1 if BLOCK_M == _WAVE else 2  # of warps that multiply
     staged = gl.allocate_shared_memory(
         out_desc.dtype, [GROUPS * BOXES, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
@@ -697,7 +687,6 @@ def _scaled_mm_kernel(
         stride_scale_b_group, stride_scale_b_column,
     )  # fmt: skip
     if GROUPS == 2:
-        # scales in rows take the warp that copies them 40 registers
         gl.warp_specialize(
             [
                 (_multiply, (
@@ -716,7 +705,7 @@ def _scaled_mm_kernel(
                 )),
             ],
             [4, 1],
-            [232, 40] if HAS_GROUPS and not IS_COLUMN_MAJOR else [240, 24],
+            [232, 40] if BY_LANES else [240, 24],  # a warp that copies scales needs more
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -751,7 +740,7 @@ _SHARED_BYTES = 232_448
 # ns of a step of a tile of as many rows and columns, with sums in the tensor core, and with others
 _STEP_NS = {
     True: {
-        (128, 32): 205, (128, 64): 225, (128, 128): 400, (128, 256): 660, (256, 128): 660,
+        (128, 32): 205, (128, 64): 225, (128, 128): 360, (128, 256): 660, (256, 128): 660,
     },
     False: {(128, 32): 245, (128, 64): 280, (128, 128): 400, (256, 128): 690},
 }  # fmt: skip
@@ -824,7 +813,7 @@ def _choose_few(num_rows: int, count: int, steps: int, num_sms: int, can_split: 
     num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
     if not is_few:
         return Tiles(64, 64, num_splits, min(_most_stages(64, 64, _SHARED_BYTES), 8))
-    programs = min(triton.cdiv(count * num_splits, num_sms), 4)  # that an SM has at a time
+    programs = min(triton.cdiv(count * num_splits, num_sms), 5)  # that an SM has at a time
     rows = power_of_two(max(num_rows, 8))
     most = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
     steps = triton.cdiv(steps, num_splits)
@@ -854,7 +843,7 @@ def _boxes(
         a_tile //= 2
     used = tiles.stages * (tiles.rows + tiles.columns) * 128 + 512
     if has_groups:
-        used += tiles.stages * (tiles.rows + 32) * 4
+        used += tiles.stages * (tiles.rows + 64) * 4
     if has_bias or not has_groups:
         used += 16 * tiles.columns
     return 2 if used + 2 * 2 * 8192 <= _SHARED_BYTES and a_tile % 2 == 0 else 1
@@ -1020,7 +1009,7 @@ def _call(
     return (min(num_units, num_sms),), arguments, options
 
 
-_BUDGET = spills("around a tile's end, where two sums meet scales and bias", 128, newer=256)
+_BUDGET = spills("where pointers to scales in rows meet 40 registers", 0, newer=128)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -1036,7 +1025,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("exact", 4096, 4096, 7168, {"is_exact": True, "has_bias": True}),
         ("exact", 128, 4096, 7168, {"is_exact": True, "dtype": fp16}),
         ("groups", 4096, 4096, 7168, {"of_groups": "column"}),
-        ("groups-short", 4096, 24576, 1536, {"of_groups": "column"}),
+        ("groups-short", 4096, 32768, 512, {"of_groups": "column"}),
+        ("groups-short", 128, 32768, 512, {"of_groups": "row"}),
         ("groups-narrow", 4096, 2112, 7168, {"of_groups": "row"}),
         ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),
         ("groups", 128, 24576, 1536, {"of_groups": "row"}),
