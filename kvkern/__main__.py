@@ -156,7 +156,8 @@ def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         "--backends",
         nargs="+",
         choices=[backend.name for backend in TABLE["scaled_mm"] if backend.name != "reference"],
-        help="default: all that run here",
+        help="default: all that run here but deepgemm, which compiles for more numbers of rows than"
+        " warm_up_sizes tells",
     )
 
 

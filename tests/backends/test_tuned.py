@@ -144,21 +144,22 @@ def test_shipped_tables_name_backends_and_what_was_the_fastest(file):
     for row in table["rows"]:
         assert row["rows"] == size_class(row["rows"])  # else no call finds it
         assert set(row["us"]) <= set(names) and row["fastest"] in row["us"]
+        assert "deepgemm" not in row["us"]  # it compiles while serving: only by name
         assert row["us"][row["fastest"]] <= min(row["us"].values()) / 0.98
 
 
 @pytest.fixture
 def times(monkeypatch):
-    """Pretended times of three backends, of which one is wrong, one refuses and two tie nearly."""
+    """Pretended times of four backends, of which one is wrong and one refuses most calls."""
 
     def scaled_mm(a, b, scale_a, scale_b, *, accumulation="exact", backend="auto", **options):
-        if backend == "deepgemm":
-            raise kvkern.UnsupportedError("scaled_mm: backend 'deepgemm' refuses: it is not here")
+        if backend == "deepgemm" and scale_a.shape[1:] != (2,):
+            raise kvkern.UnsupportedError("scaled_mm: backend 'deepgemm' refuses: takes groups")
         out = reference(a, b, scale_a, scale_b, backend="reference", **options)
         return out * 1.1 if backend == "triton" else out
 
     reference = kvkern.scaled_mm
-    us = {"hopper": 10.0, "triton": 1.0, "torch": 5.0}
+    us = {"hopper": 10.0, "triton": 1.0, "torch": 5.0, "deepgemm": 2.0}
     monkeypatch.setattr(kvkern, "scaled_mm", scaled_mm)
     monkeypatch.setattr(tune, "_times", lambda calls, device: {name: us[name] for name in calls})
     return us
@@ -189,7 +190,8 @@ def test_tune_prefers_the_first_backend_for_less_than_one_percent(times, tmp_pat
 
 def test_tune_times_the_backends_it_is_given(times, tmp_path):
     status, table = tune_here(tmp_path, "--backends", "torch", "deepgemm")
-    assert status == 0 and [row["us"] for row in table["rows"]] == [{"torch": 5.0}] * 5
+    by_both = {"torch": 5.0, "deepgemm": 2.0}
+    assert status == 0 and [row["us"] for row in table["rows"]] == [{"torch": 5.0}] * 4 + [by_both]
 
 
 @pytest.mark.parametrize("layer", ["40", "x40", "40x", "0x8", "axb"])
