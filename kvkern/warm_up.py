@@ -15,10 +15,10 @@ def warm_up_sizes(max_tokens: int) -> list[int]:
 
     After that nothing is compiled for any number up to ``max_tokens``, in calls that are otherwise
     alike: the same layers, dtypes, scales, memory layout and backends (but DeepGEMM, by name, which
-    compiles for numbers of its own choice). What depends on a request
-    rather than on the number of tokens needs steps of its own: a first token and later ones, a
-    prompt with cached context (of one chunk, and of more) and without, the shortest and the longest
-    context, each number of new tokens a request that ``mla_decode`` is to be given.
+    compiles for numbers of its own choice). What depends on a request rather than on the number of
+    tokens needs steps of its own: a first token and later ones, a prompt with cached context (of
+    one chunk, and of more) and without, the shortest and the longest context, each number of new
+    tokens a request that ``mla_decode`` is to be given.
 
     Args:
         max_tokens: the most tokens of a step, >= 1.
