@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon.language import BlockedLayout
 
-from kvkern.kernels.config import KernelConfig
+from kvkern.kernels.config import FP8_PRODUCT, KernelConfig
 
 
 @triton.jit
@@ -75,4 +75,13 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         signature={"src_ptr": "*fp32", "dst_ptr": "*fp8e4nv"},
         constexprs={"BLOCK": 1024},
     )
+    product = KernelConfig(
+        kernel=_product,
+        name="bf16 product",
+        signature={"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"},
+        constexprs={"BLOCK": 32, "STEPS": 8},
+        product=r"mma\S*bf16",
+    )
+    yield product
+    yield product._replace(name="fp8 product", product=FP8_PRODUCT)
     yield _copy_config("layout", constexprs={"BLOCK": BlockedLayout([1], [32], [4], [0])})

@@ -27,6 +27,7 @@ class KernelConfig(NamedTuple):
     options: Mapping[str, Any] = {}  # num_warps, num_stages, enable_fp_fusion, maxnreg
     spill_budget: int = 0  # bytes stored and loaded a thread
     spill_reason: str = ""  # why the budget is not 0
+    product: str = ""  # a pattern of the tensor core's instruction that it has to have
 
 
 def config_of_call(
@@ -89,6 +90,8 @@ def spills(reason: str, budget: int, *, newer: int | None = None) -> dict[str, A
     is_newer = newer is not None and not triton.__version__.startswith("3.6.")
     return {"spill_budget": newer if is_newer else budget, "spill_reason": reason}
 
+
+FP8_PRODUCT = r"mma\S*(?:e4m3|e5m2)\.(?:e4m3|e5m2)|mma\S*kind::f8f6f4"  # of any GPU that has fp8
 
 SMALL_SPILLS: Mapping[str, Any] = spills(
     "up to eight of 255 registers, which some card's ptxas parks around the loop", 64

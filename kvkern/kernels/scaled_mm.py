@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
+from kvkern.kernels.config import FP8_PRODUCT, SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.launch import launch
 from kvkern.kernels.numerics import INTERPRET, decode_e4m3, decode_e5m2, round_to
@@ -449,7 +449,12 @@ def _shipped(
     _, arguments, options = _product_call(
         a, b, scale_a, scale_b, cell_a, cell_b, row_offsets, of_product, is_exact, into, tiles, gpu
     )
-    yield config_of_call(_scaled_mm_kernel, label, arguments, options, **SMALL_SPILLS)
+    # wgmma and tcgen05 take 64 rows; for fewer Triton multiplies the same numbers in fp16
+    is_native = gpu.has_fp8 and (tiles.rows >= 64 or gpu.capability in (89, 120))
+    product = FP8_PRODUCT if is_native else r"mma\S*\.f16"
+    yield config_of_call(
+        _scaled_mm_kernel, label, arguments, options, **SMALL_SPILLS, product=product
+    )
     if into is not out:
         _, arguments, options = sum_splits_call(into, bias, out, gpu)
         yield config_of_call(sum_splits_kernel, f"sum-{label}", arguments, options)

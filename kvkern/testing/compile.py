@@ -45,6 +45,7 @@ class CompiledReport(NamedTuple):
     spill_bytes: int  # stores and loads, a thread
     shared_bytes: int  # a block
     warnings: tuple[str, ...]  # such as serialised wgmma, which costs speed and shows nowhere else
+    ptx: str = ""
 
 
 def compile_kernel(
@@ -93,6 +94,7 @@ def compile_kernel(
         reason = f"{type(error).__name__}: {error}"
         raise CompileError(f"{kernel.__name__} for sm_{capability}: {reason}") from error
     report = _read_report(ptxas_log.getvalue(), compiled.metadata.shared)
+    report = report._replace(ptx=compiled.asm["ptx"])
     num_wrong = count_wrong_unpacks(_machine_code(compiled))
     if num_wrong:
         wrong = f"miscompiled: {num_wrong} unpackings of e4m3 read the stack pointer"
@@ -147,6 +149,8 @@ def problems(config: KernelConfig, capability: int) -> list[str]:
     if report.shared_bytes > SHARED_LIMITS[capability]:
         limit = SHARED_LIMITS[capability]
         found.append(f"shared memory: want at most {limit} bytes, got {report.shared_bytes}")
+    if not re.search(config.product, report.ptx):
+        found.append(f"product: want an instruction like {config.product!r}, got none")
     return found
 
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvkern.kernels.config import KernelConfig, config_of_call, spills
+from kvkern.kernels.config import FP8_PRODUCT, KernelConfig, config_of_call, spills
 from kvkern.kernels.device import gpu_of
 from kvkern.kernels.hopper.compat import (
     as_matrix,
@@ -1068,4 +1068,6 @@ def _shipped(
         a, b, scale_a, scale_b, cell_a, bias if into is out else None, is_exact, into, tiles, 132
     )
     kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
-    return config_of_call(kernel, f"{label}-M{num_rows}", arguments, options, **_BUDGET)
+    return config_of_call(
+        kernel, f"{label}-M{num_rows}", arguments, options, **_BUDGET, product=FP8_PRODUCT
+    )
