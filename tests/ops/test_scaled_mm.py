@@ -162,6 +162,27 @@ def test_exact_sums_of_numbers_with_a_mean_have_no_bias(scaling, backend, device
     assert_right(multiply(a, b, backend), a, b)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+@pytest.mark.parametrize("m", [16, 64, 300])
+def test_hopper_loses_of_whole_sums_what_is_stated(m, scaling):
+    """K in one part: 16384 products of a sign, in fp32 or in what a tensor core keeps of them."""
+    from kvkern.kernels.hopper.scaled_mm import choose_tiles
+
+    a, b = (
+        Operand(torch.randn(rows, 16384, device="cuda") + 0.25, granularity)
+        for rows, granularity in zip((m, 8448), scaling, strict=True)
+    )
+    exact = a.real @ b.real.mT
+    for accumulation in ("exact", "fast"):
+        is_fast = accumulation == "fast" and scaling[0] != "group"
+        tiles = choose_tiles(m, 8448, 16384, 1, sums_in_tensor_core=is_fast, num_sms=132)
+        assert tiles.num_splits == 1
+        result = multiply(a, b, "hopper", accumulation=accumulation, out_dtype=FP32)
+        bias = ((result.double().mean() - exact.mean()) / exact.mean()).item()
+        assert -0.015 < bias < -0.002 if is_fast else abs(bias) < 1e-3
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scaling", [("tensor", "tensor"), ("row", "row")], ids=" x ".join)
 def test_fast_sums_are_close(scaling, backend, device):
@@ -197,6 +218,22 @@ def test_every_scale_goes_with_every_other(k, backend, device):
             assert_right(multiply(a, b, backend, out_dtype=FP32), a, b)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+@pytest.mark.parametrize(("n", "k"), [(8, 144), (136, 1040), (1016, 272)])
+@pytest.mark.parametrize("m", [1, 7, 63, 127, 129, 1023])
+def test_hopper_takes_odd_rows_tails_and_rows_apart(m, n, k, scaling):
+    """All that it takes: rows of any number, which begin at multiples of 16 bytes."""
+    a, b = operands(m, n, k, scaling, device="cuda")
+    for operand in (a, b):
+        wide = torch.full((len(operand.values), k + 48), 0x7F, dtype=torch.uint8, device="cuda")
+        operand.values = wide.view(E4M3)[:, 16 : k + 16].copy_(operand.values)  # NaN around it
+    out = torch.full((m, n + 24), 7.0, dtype=BF16, device="cuda")
+    result = multiply(a, b, "hopper", out=out[:, 8 : n + 8])
+    assert_right(result, a, b)
+    assert (out[:, :8] == 7).all() and (out[:, n + 8 :] == 7).all()
+
+
 EMPTY = [(0, 5, 7), (3, 0, 7), (3, 5, 0), (0, 0, 0)]
 
 
@@ -215,15 +252,30 @@ def test_empty_dims(shape, scaling, backend, device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scaling", [("row", "row"), ("group", "block")], ids=" x ".join)
-@pytest.mark.parametrize("k", [256, 250])
-def test_nan_and_infinity_are_those_of_the_real_sum(k, scaling, backend, device):
-    a, b = operands(40, 32, k, scaling, (E5M2, E4M3), device=device)
+@pytest.mark.parametrize(("m", "k"), [(40, 256), (40, 250), (300, 272)])
+def test_nan_and_infinity_are_those_of_the_real_sum(m, k, scaling, backend, device):
+    a, b = operands(m, 32, k, scaling, (E5M2, E4M3), device=device)
     codes_a, codes_b = a.values.view(torch.uint8), b.values.view(torch.uint8)
     codes_a[3, 7], codes_a[4, k - 1], codes_a[5, 0] = 0x7C, 0xFC, 0x7F  # inf, -inf, NaN
     codes_a[6, 9], codes_b[2, 9], codes_b[9, 1] = 0x7C, 0, 0xFF  # inf * 0 is NaN
     exact = a.real @ b.real.mT
     assert exact.isinf().any() and exact.isnan().any() and exact.isfinite().any()
     assert_right(multiply(a, b, backend), a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS, ids=" x ".join)
+@pytest.mark.parametrize(("m", "k"), [(16, 1280), (130, 250)])
+def test_products_as_cards_without_fp8_make_them(m, k, scaling, monkeypatch):
+    """The same numbers in fp16."""
+    from kvkern.kernels import scaled_mm as kernel
+    from kvkern.kernels.device import Gpu
+
+    monkeypatch.setattr(kernel, "gpu_of", lambda device: Gpu(80, 132))
+    a, b = operands(m, 144, k, scaling, (E5M2, E4M3), device="cuda")
+    codes = a.values.view(torch.uint8)
+    codes[3, 7], codes[4, k - 1], codes[5, 0] = 0x7C, 0xFC, 0x7F  # inf, -inf, NaN
+    assert_right(multiply(a, b, "triton", bias=None), a, b)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -292,6 +344,23 @@ def test_rows_go_to_their_experts_and_padding_is_zero(scaling, padding, backend,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_go_to_256_experts(backend, device):
+    """More than a program looks at one by one; most have no row."""
+    counts = torch.zeros(256, dtype=torch.int64)
+    counts[[0, 3, 127, 128, 200, 255]] = torch.tensor([1, 20, 2, 17, 1, 3])
+    a = Operand(torch.randn(44, 128), "group").to(device)
+    b = Operand(torch.randn(256, 128, 128), "block").to(device)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    result = scaled_mm_or_skip(
+        a.values, b.values.mT, a.scale, b.scale.mT, row_offsets=ends.int().to(device),
+        out_dtype=FP32, backend=backend,
+    )  # fmt: skip
+    of_rows = torch.arange(256).repeat_interleave(counts).to(device)
+    exact = (a.real[:, None] @ b.real.mT[of_rows])[:, 0]
+    assert_within_budget(result, exact, exact.float(), eps_of=FP16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_experts", [3, 0])
 def test_no_expert_has_rows(num_experts, backend, device):
     a = Operand(torch.randn(5, 64), "row").to(device)
@@ -343,6 +412,28 @@ def test_far_apart_is_addressed_in_64_bits(strides, device):
     rows.view(torch.uint8).copy_(a.values.view(torch.uint8))
     a.values = rows
     assert_right(multiply(a, b, "triton"), a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("which", ["a", "b", "out"])
+def test_rows_far_apart_are_addressed_in_64_bits(which, backend):
+    """The last row lies 4 GiB behind the first, and no other has its numbers."""
+    a, b = operands(130, 144, 256, ("row", "row"), device="cuda")
+    far = 2**25  # 130 rows: 4.06 GiB
+    out = torch.empty(130, 144, dtype=BF16, device="cuda")
+    if which == "out":
+        out = torch.empty(130 * far // 2, dtype=BF16, device="cuda").as_strided(
+            (130, 144), (far // 2, 1)
+        )
+    else:
+        operand = a if which == "a" else b
+        rows = len(operand.values)
+        codes = torch.empty(rows * far, dtype=torch.uint8, device="cuda").as_strided(
+            (rows, 256), (far, 1)
+        )
+        operand.values = codes.copy_(operand.values.view(torch.uint8)).view(E4M3)
+    assert_right(multiply(a, b, backend, out=out), a, b)
 
 
 def test_another_number_of_rows_compiles_nothing_new():
@@ -490,6 +581,25 @@ def test_calls_again_and_graph_replays_read_new_numbers(m, scaling, backend):
     graph.replay()
     assert torch.equal(result, multiply(a, b, backend, bias=bias))
     assert_right(result, a, b, bias=bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("scaling", SCALINGS[1:3], ids=" x ".join)
+def test_two_streams_share_nothing(scaling, backend):
+    """K is cut: sums of parts belong to a call, also of two calls alike that run at once."""
+    sets = [operands(64, 512, 8192, scaling, device="cuda") for _ in range(2)]
+    expected = [multiply(a, b, backend) for a, b in sets]
+    streams = [torch.cuda.Stream() for _ in sets]
+    torch.cuda.synchronize()
+    results = [[], []]
+    for _ in range(50):
+        for (a, b), stream, mine in zip(sets, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                mine.append(multiply(a, b, backend))
+    torch.cuda.synchronize()
+    for mine, right in zip(results, expected, strict=True):
+        assert all(torch.equal(result, right) for result in mine)
 
 
 @pytest.mark.gpu
