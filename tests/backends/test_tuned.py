@@ -182,6 +182,65 @@ def test_tune_leaves_out_what_is_wrong_and_names_the_fastest(times, tmp_path, ca
     assert {row["scales"] for row in table["rows"]} == {"tensor", "row", "block"}
 
 
+@pytest.fixture
+def one_is_spoilt(times, monkeypatch):
+    """A function that has a backend's results changed; those of others are right."""
+
+    def spoil(name, change):
+        def scaled_mm(*given, backend="auto", **options):
+            out = pretended(*given, backend=backend, **options)
+            return change(out) if backend == name else out
+
+        monkeypatch.setattr(kvkern, "scaled_mm", scaled_mm)
+
+    pretended = kvkern.scaled_mm
+    return spoil
+
+
+@pytest.mark.parametrize("num_rows", ["1", "17", "40"])
+def test_tune_leaves_out_a_result_wrong_in_its_last_row(one_is_spoilt, num_rows, tmp_path, capsys):
+    def without_last_row(out):
+        out[-1] = 0
+        return out
+
+    one_is_spoilt("torch", without_last_row)
+    status, table = tune_here(tmp_path, "--backends", "hopper", "torch", "--rows", num_rows)
+    assert status == 1 and capsys.readouterr().out.count("torch is WRONG") == 5
+    assert [list(row["us"]) for row in table["rows"]] == [["hopper"]] * 5
+
+
+def test_tune_leaves_out_biased_sums_where_they_are_to_be_exact(one_is_spoilt, tmp_path, capsys):
+    """By half a percent, which fast sums may be, and which is within bf16's budget."""
+    one_is_spoilt("torch", lambda out: out * 0.995)
+    status, table = tune_here(tmp_path, "--backends", "hopper", "torch", "--rows", "1", "40")
+    assert status == 1 and capsys.readouterr().out.count("relative bias: want") == 6
+    names = {(row["accumulation"], *row["us"]) for row in table["rows"]}
+    assert names == {("fast", "hopper", "torch"), ("exact", "hopper")}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_tune_lets_other_errors_through(one_is_spoilt, error, tmp_path):
+    """Of a backend, an assertion too: one that a result fails is tune's own."""
+
+    def fail(out):
+        raise error("from within")
+
+    one_is_spoilt("torch", fail)
+    with pytest.raises(error, match="from within"):
+        tune_here(tmp_path)
+
+
+def test_tune_says_once_for_a_layer_and_its_scales_who_refuses_and_why(times, tmp_path, capsys):
+    more = ["--rows", "3", "5", "--layers", "40x200", "24x200"]
+    tune_here(tmp_path, "--backends", "torch", "deepgemm", *more)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "refuses" in line]
+    assert lines == [
+        f"{scales} 3 x {columns} x 200: scaled_mm: backend 'deepgemm' refuses: takes groups"
+        for columns in (40, 24)
+        for scales in ("tensor fast", "tensor exact", "row fast", "row exact")
+    ]
+
+
 def test_tune_prefers_the_first_backend_for_less_than_one_percent(times, tmp_path):
     times.update(torch=9.95, triton=100.0)
     _, table = tune_here(tmp_path)
