@@ -392,6 +392,46 @@ MISTAKES = {
         kvkern.ArgumentError,
         r"dtype: want bfloat16, float16 or float32, got torch.float8_e4m3fn",
     ),
+    "no tensor to quantise": (
+        lambda: quantize_fp8(None),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "a number for a scale": (
+        lambda: quantize_fp8(X, scale=2.0),
+        kvkern.UnsupportedDtypeError,
+        r"scale: want a tensor, got float",
+    ),
+    "a scale on another device": (
+        lambda: quantize_fp8(X, scale=torch.ones(4, 1, device="meta")),
+        kvkern.DeviceError,
+        r"scale: want device cpu, got meta",
+    ),
+    "an output on another device": (
+        lambda: quantize_fp8(X, out=X.to("meta", E4M3)),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
+    ),
+    "no tensor to dequantise": (
+        lambda: dequantize_fp8(None, torch.ones(1)),
+        kvkern.UnsupportedDtypeError,
+        r"values: want a tensor, got NoneType",
+    ),
+    "no scale to dequantise by": (
+        lambda: dequantize_fp8(X.to(E4M3), None),
+        kvkern.UnsupportedDtypeError,
+        r"scale: want a tensor, got NoneType",
+    ),
+    "a scale to dequantise by on another device": (
+        lambda: dequantize_fp8(X.to(E4M3), torch.ones(1, device="meta")),
+        kvkern.DeviceError,
+        r"scale: want device cpu, got meta",
+    ),
+    "real numbers on another device": (
+        lambda: dequantize_fp8(X.to(E4M3), torch.ones(1), out=X.to("meta", torch.bfloat16)),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
+    ),
 }
 
 

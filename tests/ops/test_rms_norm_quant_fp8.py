@@ -217,6 +217,41 @@ MISTAKES = {
         kvkern.ArgumentError,
         r"power_of_two: want it without scale",
     ),
+    "no tensor": (
+        lambda: rms_norm_quant_fp8(None, GAMMA),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "no gamma": (
+        lambda: rms_norm_quant_fp8(X, None),
+        kvkern.UnsupportedDtypeError,
+        r"gamma: want a tensor, got NoneType",
+    ),
+    "a number for a residual": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, residual=1.0),
+        kvkern.UnsupportedDtypeError,
+        r"residual: want a tensor, got float",
+    ),
+    "gamma on another device": (
+        lambda: rms_norm_quant_fp8(X, GAMMA.to("meta")),
+        kvkern.DeviceError,
+        r"gamma: want device cpu, got meta",
+    ),
+    "a residual on another device": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, residual=X.to("meta")),
+        kvkern.DeviceError,
+        r"residual: want device cpu, got meta",
+    ),
+    "a scale on another device": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, scale=torch.ones(4, 1, device="meta")),
+        kvkern.DeviceError,
+        r"scale: want device cpu, got meta",
+    ),
+    "an output on another device": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, out=X.to("meta", E4M3)),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
+    ),
 }
 
 

@@ -634,12 +634,37 @@ MISTAKES = {
     "integers to quantise": (
         lambda: fp8_gemm(A, B.float().int()),
         kvkern.UnsupportedDtypeError,
-        r"b: want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2, got torch.int32",
+        r"b: want bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2, got torch.int32",
     ),
     "a scale of what is quantised": (
         lambda: fp8_gemm(A.float(), B, a_scale=ONE),
         kvkern.ArgumentError,
         r"a_scale: want None for a in torch.float32, quantised here",
+    ),
+    "nothing to multiply": (
+        lambda: fp8_gemm(None, B),
+        kvkern.UnsupportedDtypeError,
+        r"a: want a tensor, got NoneType",
+    ),
+    "nothing to multiply by": (
+        lambda: fp8_gemm(A, None),
+        kvkern.UnsupportedDtypeError,
+        r"b: want a tensor, got NoneType",
+    ),
+    "a vector to multiply by": (
+        lambda: fp8_gemm(A.float(), torch.ones(256)),
+        kvkern.ShapeMismatchError,
+        r"b: want \[K=256, N=any\], got \[256\]",
+    ),
+    "matrices to quantise on two devices": (
+        lambda: fp8_gemm(A.float(), B.float().to("meta")),
+        kvkern.DeviceError,
+        r"b: want device cpu, got meta",
+    ),
+    "a scale of b on another device": (
+        lambda: fp8_gemm(A, B, ONE, ONE.to("meta")),
+        kvkern.DeviceError,
+        r"scale_b: want device cpu, got meta",
     ),
 }
 

@@ -156,6 +156,21 @@ MISTAKES = {
         kvkern.ShapeMismatchError,
         r"out: want \[D0=4, D1=128\], got \[4, 256\]",
     ),
+    "no tensor": (
+        lambda: silu_and_mul_quant_fp8(None),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "a scale on another device": (
+        lambda: silu_and_mul_quant_fp8(X, scale=torch.ones(4, 1, device="meta")),
+        kvkern.DeviceError,
+        r"scale: want device cpu, got meta",
+    ),
+    "an output on another device": (
+        lambda: silu_and_mul_quant_fp8(X, out=X[:, :128].to("meta", E4M3)),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
+    ),
 }
 
 
