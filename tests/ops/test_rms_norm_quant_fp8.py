@@ -100,11 +100,14 @@ def test_residual_is_added_rounded_kept_and_normed(granularity, dtype, backend, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_powers_of_two_and_other_epsilons(backend, device):
+@pytest.mark.parametrize("granularity", ["row", "group"])
+def test_powers_of_two_and_other_epsilons(granularity, backend, device):
     x, gamma = make_inputs(4, 200, device=device)
-    found = rms_norm_quant_fp8(x, gamma, eps=4.0, backend=backend)
-    assert_quantizes(found, exact_norm(x, gamma, 4.0), "row")
-    rounded = rms_norm_quant_fp8(x, gamma, eps=4.0, power_of_two=True, backend=backend)
+    options = {"eps": 4.0, "granularity": granularity, "backend": backend}
+    found = rms_norm_quant_fp8(x, gamma, **options)
+    assert_quantizes(found, exact_norm(x, gamma, 4.0), granularity)
+    rounded = rms_norm_quant_fp8(x, gamma, **options, power_of_two=True)
+    assert_quantizes(rounded, exact_norm(x, gamma, 4.0), "tensor")
     assert (torch.frexp(rounded.scale).mantissa == 0.5).all()
     assert ((rounded.scale >= found.scale) & (rounded.scale < 2 * found.scale)).all()
 

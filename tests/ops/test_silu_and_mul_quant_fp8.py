@@ -58,10 +58,13 @@ def test_scales_that_are_given_are_taken_as_they_are(granularity, backend, devic
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_powers_of_two_are_the_next_ones_up(backend, device):
+@pytest.mark.parametrize("granularity", ["row", "group"])
+def test_powers_of_two_are_the_next_ones_up(granularity, backend, device):
     x = make_input(4, 200, device=device)
-    found = silu_and_mul_quant_fp8(x, backend=backend)
-    rounded = silu_and_mul_quant_fp8(x, power_of_two=True, backend=backend)
+    options = {"granularity": granularity, "backend": backend}
+    found = silu_and_mul_quant_fp8(x, **options)
+    rounded = silu_and_mul_quant_fp8(x, **options, power_of_two=True)
+    assert_quantizes(rounded, exact_product(x), "tensor")
     assert (torch.frexp(rounded.scale).mantissa == 0.5).all()
     assert ((rounded.scale >= found.scale) & (rounded.scale < 2 * found.scale)).all()
 

@@ -58,12 +58,15 @@ def scale_of(name, quantized):
     return quantized.scale.T.repeat_interleave(group_size, 1)[:, : quantized.num_columns]
 
 
-@every_quantiser
+SHAPES = ((33, 390), (1, 7), (7, 1), (16, 256), (7, 127), (7, 129), (7, 1023))
+
+
 @pytest.mark.parametrize(
-    "shape, dtype",
+    "name, dtype, shape",
     [
-        *((shape, BF16) for shape in ((33, 390), (1, 7), (7, 1), (16, 256))),
-        *(((17, 63), dtype) for dtype in (FP16, FP32)),
+        *((name, BF16, shape) for name in QUANTISERS for shape in SHAPES),
+        *((name, dtype, (17, 63)) for name in QUANTISERS for dtype in (FP16, FP32)),
+        *((name, BF16, (rows, 7)) for name in ("w8 zero", "w4 zero") for rows in (127, 129, 1023)),
     ],
     ids=str,
 )
