@@ -207,8 +207,8 @@ class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
             bits = torch.uint8 if tensor.itemsize == 1 else torch.int32
             return fn(tensor.view(bits)).view(tensor.dtype)
 
+        self._made_of = None  # before: a tensor with a weak reference cannot be swapped for another
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        self._made_of = None
         if self._copy is not None and self._copy[0].device != self.weight.device:
             self._copy = None
         return self

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import MatmulCall, TakesTensors, choose
-from kvkern.errors import ArgumentError, ShapeMismatchError, UnsupportedDtypeError
+from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS, FLOATS64, Sizes
 from kvkern.ops.quantize import quantize_fp8
@@ -152,13 +152,13 @@ def fp8_gemm(
 
     Source: arXiv:2412.19437, section 3.3.
     """
-    for name, x, scale in (("a", a, a_scale), ("b", b, b_scale)):
-        if x.dtype not in (*FLOATS, *_FP8):
-            raise UnsupportedDtypeError(
-                f"{name}: want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2, "
-                f"got {x.dtype}"
-            )
-        if scale is not None and x.dtype not in _FP8:
+    sizes = Sizes(getattr(a, "device", torch.device("cpu")))
+    matrices = "G " if getattr(a, "ndim", 2) == 3 else ""
+    for name, x, dims, scale in (("a", a, "M K", a_scale), ("b", b, "K N", b_scale)):
+        if getattr(x, "dtype", None) in _FP8:  # scaled_mm checks it
+            continue
+        sizes.match(name, x, matrices + dims, *FLOATS, *_FP8, strides="any")
+        if scale is not None:
             raise ArgumentError(f"{name}_scale: want None for {name} in {x.dtype}, quantised here")
     if a.dtype not in _FP8:
         a, a_scale = quantize_fp8(a.contiguous())

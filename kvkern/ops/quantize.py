@@ -79,7 +79,7 @@ def quantize_fp8(
     _check_options(
         granularity, get_args(Granularity), scale, dtype, power_of_two, column_major_scales
     )
-    _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
+    _match_first("x", x, *FLOATS)
     if granularity == "block" and not _has_blocks(x.shape):
         raise ShapeMismatchError(
             f"x: want [N, K], or [..., N, K] with N a multiple of {_CELL}, for blocks; "
@@ -138,7 +138,7 @@ def rms_norm_quant_fp8(
     _check_options(
         granularity, get_args(RowGranularity), scale, dtype, power_of_two, column_major_scales
     )
-    _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
+    _match_first("x", x, *FLOATS)
     Sizes(x.device, K=x.shape[-1]).match("gamma", gamma, "K", *FLOATS)
     if residual is not None:
         _match("residual", residual, x.shape, x.dtype, device=x.device, strides="any")
@@ -190,7 +190,7 @@ def silu_and_mul_quant_fp8(
     _check_options(
         granularity, get_args(RowGranularity), scale, dtype, power_of_two, column_major_scales
     )
-    _match("x", x, x.shape, *FLOATS, device=x.device, strides="any")
+    _match_first("x", x, *FLOATS)
     if x.shape[-1] % 2:
         raise ShapeMismatchError(f"x: want [..., 2I], gate then up; got {list(x.shape)}")
     shape = (*x.shape[:-1], x.shape[-1] // 2)
@@ -232,10 +232,11 @@ def dequantize_fp8(
 
     Source: arXiv:2412.19437, section 3.3; OCP 8-bit floating point, 1.0.
     """
-    _match("values", values, values.shape, *_FP8, device=values.device, strides="any")
+    _match_first("values", values, *_FP8)
     if dtype not in FLOATS:
         raise ArgumentError(f"dtype: want bfloat16, float16 or float32, got {dtype}")
-    _match("scale", scale, scale.shape, torch.float32, device=values.device, strides="any")
+    of_scale = getattr(scale, "shape", (1,))
+    _match("scale", scale, of_scale, torch.float32, device=values.device, strides="any")
     granularity = _granularity_of(values.shape, scale.shape)
     _check_strides(scale, granularity)
     if out is not None:
@@ -314,6 +315,12 @@ def _by_row(quantized: QuantizedFP8) -> tuple[Tensor, Tensor]:
     """As backends take them; of what is not empty."""
     rows = quantized.values.view(-1, quantized.values.shape[-1])
     return rows, _as_cells(quantized.scale)
+
+
+def _match_first(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """Of the tensor whose shape and device the others have to fit."""
+    shape, device = getattr(tensor, "shape", (1,)), getattr(tensor, "device", torch.device("cpu"))
+    _match(name, tensor, shape, *dtypes, device=device, strides="any")
 
 
 def _match(

@@ -34,6 +34,18 @@ each_kind = pytest.mark.parametrize("name", ["fp8", "w8 zero", "w4 g32 zero"])
 with_and_without_master = pytest.mark.parametrize("keep_master", [True, False])
 
 
+@pytest.fixture(params=[False, True], ids=["data", "swap"])
+def way_to_convert(request):
+    """PyTorch's two: other data in a parameter, or another tensor swapped for it."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+converted_either_way = pytest.mark.usefixtures("way_to_convert")
+
+
 def linear(device, bias=True, dtype=BF16):
     return nn.Linear(K, N, bias=bias, device=device, dtype=dtype)
 
@@ -142,6 +154,7 @@ every_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: cha
 
 @every_layer
 @every_change
+@converted_either_way
 def test_a_changed_weight_is_never_multiplied_by_as_it_was(change, name, device):
     layer, x = from_linear(name, linear(device)), rows(device, 4)
     before = layer(x)
@@ -377,6 +390,7 @@ def test_gradients_have_the_dtype_of_what_they_are_for(name, device):
 
 @pytest.mark.parametrize("convert", [lambda m: m.to(torch.float16), lambda m: m.double()])
 @every_layer
+@converted_either_way
 def test_without_a_master_no_cast_touches_the_quantised_weight(name, convert, device):
     layer = from_linear(name, linear(device), keep_master=False)
     before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
@@ -392,6 +406,7 @@ def test_without_a_master_no_cast_touches_the_quantised_weight(name, convert, de
 
 
 @each_kind
+@converted_either_way
 def test_cast_master_is_quantised_again(name, device):
     layer, x = from_linear(name, linear(device, dtype=torch.float32)), rows(device, 4)
     layer(x)
@@ -418,6 +433,7 @@ def test_copies_and_pickles_are_layers_of_their_own(name, keep_master, device):
 
 
 @each_kind
+@converted_either_way
 def test_a_layer_without_memory_can_be_made_and_filled(name, device):
     plain, x = linear(device), rows(device, 4)
     source = from_linear(name, plain, keep_master=False)

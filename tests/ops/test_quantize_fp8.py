@@ -106,15 +106,17 @@ def test_power_of_two_scales_are_the_next_ones_up(granularity, backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_static_scales_are_taken_as_they_are(granularity, backend, device):
+def test_static_scales_are_taken_as_they_are(granularity, dtype, backend, device):
     x = heavy_tailed(150, 260, device=device)
-    found = quantize_fp8(x, granularity=granularity, backend=backend)
-    again = quantize_fp8(x, granularity=granularity, scale=found.scale, backend=backend)
+    options = {"granularity": granularity, "dtype": dtype, "backend": backend}
+    found = quantize_fp8(x, **options)
+    again = quantize_fp8(x, **options, scale=found.scale)
     assert_same_bytes(again, found)
     assert again.scale is found.scale
-    small = quantize_fp8(x, granularity=granularity, scale=found.scale / 4, backend=backend)
-    assert small.values.float().abs().max() == 448  # saturated, no NaN
+    small = quantize_fp8(x, **options, scale=found.scale / 4)
+    assert small.values.float().abs().max() == torch.finfo(dtype).max  # saturated, no NaN
     assert not small.values.float().isnan().any()
 
 
@@ -391,6 +393,46 @@ MISTAKES = {
         lambda: dequantize_fp8(X.to(E4M3), torch.ones(1), dtype=E4M3),
         kvkern.ArgumentError,
         r"dtype: want bfloat16, float16 or float32, got torch.float8_e4m3fn",
+    ),
+    "no tensor to quantise": (
+        lambda: quantize_fp8(None),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "a number for a scale": (
+        lambda: quantize_fp8(X, scale=2.0),
+        kvkern.UnsupportedDtypeError,
+        r"scale: want a tensor, got float",
+    ),
+    "a scale on another device": (
+        lambda: quantize_fp8(X, scale=torch.ones(4, 1, device="meta")),
+        kvkern.DeviceError,
+        r"scale: want device cpu, got meta",
+    ),
+    "an output on another device": (
+        lambda: quantize_fp8(X, out=X.to("meta", E4M3)),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
+    ),
+    "no tensor to dequantise": (
+        lambda: dequantize_fp8(None, torch.ones(1)),
+        kvkern.UnsupportedDtypeError,
+        r"values: want a tensor, got NoneType",
+    ),
+    "no scale to dequantise by": (
+        lambda: dequantize_fp8(X.to(E4M3), None),
+        kvkern.UnsupportedDtypeError,
+        r"scale: want a tensor, got NoneType",
+    ),
+    "a scale to dequantise by on another device": (
+        lambda: dequantize_fp8(X.to(E4M3), torch.ones(1, device="meta")),
+        kvkern.DeviceError,
+        r"scale: want device cpu, got meta",
+    ),
+    "real numbers on another device": (
+        lambda: dequantize_fp8(X.to(E4M3), torch.ones(1), out=X.to("meta", torch.bfloat16)),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
     ),
 }
 

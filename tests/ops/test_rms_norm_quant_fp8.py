@@ -100,11 +100,14 @@ def test_residual_is_added_rounded_kept_and_normed(granularity, dtype, backend, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_powers_of_two_and_other_epsilons(backend, device):
+@pytest.mark.parametrize("granularity", ["row", "group"])
+def test_powers_of_two_and_other_epsilons(granularity, backend, device):
     x, gamma = make_inputs(4, 200, device=device)
-    found = rms_norm_quant_fp8(x, gamma, eps=4.0, backend=backend)
-    assert_quantizes(found, exact_norm(x, gamma, 4.0), "row")
-    rounded = rms_norm_quant_fp8(x, gamma, eps=4.0, power_of_two=True, backend=backend)
+    options = {"eps": 4.0, "granularity": granularity, "backend": backend}
+    found = rms_norm_quant_fp8(x, gamma, **options)
+    assert_quantizes(found, exact_norm(x, gamma, 4.0), granularity)
+    rounded = rms_norm_quant_fp8(x, gamma, **options, power_of_two=True)
+    assert_quantizes(rounded, exact_norm(x, gamma, 4.0), "tensor")
     assert (torch.frexp(rounded.scale).mantissa == 0.5).all()
     assert ((rounded.scale >= found.scale) & (rounded.scale < 2 * found.scale)).all()
 
@@ -216,6 +219,41 @@ MISTAKES = {
         lambda: rms_norm_quant_fp8(X, GAMMA, scale=torch.ones(4, 1), power_of_two=True),
         kvkern.ArgumentError,
         r"power_of_two: want it without scale",
+    ),
+    "no tensor": (
+        lambda: rms_norm_quant_fp8(None, GAMMA),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "no gamma": (
+        lambda: rms_norm_quant_fp8(X, None),
+        kvkern.UnsupportedDtypeError,
+        r"gamma: want a tensor, got NoneType",
+    ),
+    "a number for a residual": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, residual=1.0),
+        kvkern.UnsupportedDtypeError,
+        r"residual: want a tensor, got float",
+    ),
+    "gamma on another device": (
+        lambda: rms_norm_quant_fp8(X, GAMMA.to("meta")),
+        kvkern.DeviceError,
+        r"gamma: want device cpu, got meta",
+    ),
+    "a residual on another device": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, residual=X.to("meta")),
+        kvkern.DeviceError,
+        r"residual: want device cpu, got meta",
+    ),
+    "a scale on another device": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, scale=torch.ones(4, 1, device="meta")),
+        kvkern.DeviceError,
+        r"scale: want device cpu, got meta",
+    ),
+    "an output on another device": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, out=X.to("meta", E4M3)),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
     ),
 }
 

@@ -639,6 +639,69 @@ def test_fp8_gemm_quantises_floats_itself(shape, x_dtype, backend, device):
     assert_within_budget(unscaled, exact, exact.float(), eps_of=FP16)
 
 
+by_each_and_auto = pytest.mark.parametrize("backend", ["triton", "reference", "auto"])
+
+
+@by_each_and_auto
+@pytest.mark.parametrize(
+    "scaling, lead",
+    [
+        (("tensor", "row"), ()),
+        (("row", "tensor"), ()),
+        (("group", "block"), ()),
+        (("row", "row"), (3,)),
+        (("group", "group"), (3,)),
+    ],
+    ids=str,
+)
+def test_fp8_gemm_takes_scales_and_a_dtype_in_order_and_by_name(scaling, lead, backend, device):
+    a, b = operands(5, 40, 200, scaling, device=device, lead=lead)
+    scales = {"a_scale": a.scale, "b_scale": b.scale_of_columns}
+    for out_dtype in (BF16, FP16, FP32):
+        given = a.values, b.values.mT, *scales.values(), out_dtype
+        result = fp8_gemm(*given, backend=backend)
+        assert result.dtype == out_dtype and result.shape == (*lead, 5, 40)
+        assert_right(result, a, b)
+        named = fp8_gemm(*given[:2], **scales, output_dtype=out_dtype, backend=backend)
+        assert torch.equal(named, result)
+
+
+@by_each_and_auto
+def test_fp8_gemm_has_scales_of_one_that_are_left_out(backend, device):
+    a, b = operands(5, 40, 200, ("row", "row"), device=device)
+    ones = torch.ones(1, device=device)
+    for scales in ((a.scale, None), (None, b.scale.mT)):
+        result = fp8_gemm(a.values, b.values.mT, *scales, FP32, backend=backend)
+        scales = [ones if scale is None else scale for scale in scales]
+        assert torch.equal(result, fp8_gemm(a.values, b.values.mT, *scales, FP32, backend=backend))
+
+
+@by_each_and_auto
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+@pytest.mark.parametrize("x_dtype", [BF16, FP16, FP32], ids=str)
+def test_fp8_gemm_of_floats_of_any_strides_is_that_of_their_rows_quantised(
+    x_dtype, lead, backend, device
+):
+    x, w = (torch.randn(*lead, rows, 200).to(device, x_dtype) for rows in (5, 40))
+    a, b = (Operand(values, "row") for values in (x, w))
+    wide = torch.zeros(*lead, 2 * 5, 3 * 200, dtype=x_dtype, device=device)
+    spread = wide[..., 1::2, 1::3].copy_(x)
+    for left, right in ((x, w.mT.contiguous()), (spread, w.mT)):
+        for out_dtype in (BF16, FP32):
+            result = fp8_gemm(left, right, output_dtype=out_dtype, backend=backend)
+            assert result.dtype == out_dtype
+            assert_right(result, a, b)
+
+
+@by_each_and_auto
+@pytest.mark.parametrize("layout", ["rows", "columns", "spread"])
+def test_fp8_gemm_of_fp8_takes_any_strides(layout, backend, device):
+    a, b = operands(5, 40, 200, ("row", "row"), device=device)
+    given = laid_out(a.values, layout), laid_out(b.values.mT, layout)
+    result = fp8_gemm(*given, a.scale, b.scale.mT, BF16, backend=backend)
+    assert_right(result, a, b)
+
+
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_fp8_gemm_of_nothing_is_zero(backend, device):
     a, b = torch.zeros(3, 0, device=device), torch.zeros(0, 5, device=device)
@@ -744,12 +807,42 @@ MISTAKES = {
     "integers to quantise": (
         lambda: fp8_gemm(A, B.float().int()),
         kvkern.UnsupportedDtypeError,
-        r"b: want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2, got torch.int32",
+        r"b: want bfloat16 or float16 or float32 or float8_e4m3fn or float8_e5m2, got torch.int32",
     ),
     "a scale of what is quantised": (
         lambda: fp8_gemm(A.float(), B, a_scale=ONE),
         kvkern.ArgumentError,
         r"a_scale: want None for a in torch.float32, quantised here",
+    ),
+    "nothing to multiply": (
+        lambda: fp8_gemm(None, B),
+        kvkern.UnsupportedDtypeError,
+        r"a: want a tensor, got NoneType",
+    ),
+    "nothing to multiply by": (
+        lambda: fp8_gemm(A, None),
+        kvkern.UnsupportedDtypeError,
+        r"b: want a tensor, got NoneType",
+    ),
+    "fp64 of fp8_gemm by a kernel": (
+        lambda: fp8_gemm(A, B, output_dtype=torch.float64, backend="triton"),
+        UnsupportedError,
+        r"fp64 is for the reference",
+    ),
+    "a vector to multiply by": (
+        lambda: fp8_gemm(A.float(), torch.ones(256)),
+        kvkern.ShapeMismatchError,
+        r"b: want \[K=256, N=any\], got \[256\]",
+    ),
+    "matrices to quantise on two devices": (
+        lambda: fp8_gemm(A.float(), B.float().to("meta")),
+        kvkern.DeviceError,
+        r"b: want device cpu, got meta",
+    ),
+    "a scale of b on another device": (
+        lambda: fp8_gemm(A, B, ONE, ONE.to("meta")),
+        kvkern.DeviceError,
+        r"scale_b: want device cpu, got meta",
     ),
 }
 

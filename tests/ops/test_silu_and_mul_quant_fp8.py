@@ -58,10 +58,13 @@ def test_scales_that_are_given_are_taken_as_they_are(granularity, backend, devic
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_powers_of_two_are_the_next_ones_up(backend, device):
+@pytest.mark.parametrize("granularity", ["row", "group"])
+def test_powers_of_two_are_the_next_ones_up(granularity, backend, device):
     x = make_input(4, 200, device=device)
-    found = silu_and_mul_quant_fp8(x, backend=backend)
-    rounded = silu_and_mul_quant_fp8(x, power_of_two=True, backend=backend)
+    options = {"granularity": granularity, "backend": backend}
+    found = silu_and_mul_quant_fp8(x, **options)
+    rounded = silu_and_mul_quant_fp8(x, **options, power_of_two=True)
+    assert_quantizes(rounded, exact_product(x), "tensor")
     assert (torch.frexp(rounded.scale).mantissa == 0.5).all()
     assert ((rounded.scale >= found.scale) & (rounded.scale < 2 * found.scale)).all()
 
@@ -155,6 +158,21 @@ MISTAKES = {
         lambda: silu_and_mul_quant_fp8(X, out=X.to(E4M3)),
         kvkern.ShapeMismatchError,
         r"out: want \[D0=4, D1=128\], got \[4, 256\]",
+    ),
+    "no tensor": (
+        lambda: silu_and_mul_quant_fp8(None),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "a scale on another device": (
+        lambda: silu_and_mul_quant_fp8(X, scale=torch.ones(4, 1, device="meta")),
+        kvkern.DeviceError,
+        r"scale: want device cpu, got meta",
+    ),
+    "an output on another device": (
+        lambda: silu_and_mul_quant_fp8(X, out=X[:, :128].to("meta", E4M3)),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
     ),
 }
 

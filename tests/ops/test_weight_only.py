@@ -58,12 +58,15 @@ def scale_of(name, quantized):
     return quantized.scale.T.repeat_interleave(group_size, 1)[:, : quantized.num_columns]
 
 
-@every_quantiser
+SHAPES = ((33, 390), (1, 7), (7, 1), (16, 256), (7, 127), (7, 129), (7, 1023))
+
+
 @pytest.mark.parametrize(
-    "shape, dtype",
+    "name, dtype, shape",
     [
-        *((shape, BF16) for shape in ((33, 390), (1, 7), (7, 1), (16, 256))),
-        *(((17, 63), dtype) for dtype in (FP16, FP32)),
+        *((name, BF16, shape) for name in QUANTISERS for shape in SHAPES),
+        *((name, dtype, (17, 63)) for name in QUANTISERS for dtype in (FP16, FP32)),
+        *((name, BF16, (rows, 7)) for name in ("w8 zero", "w4 zero") for rows in (127, 129, 1023)),
     ],
     ids=str,
 )
@@ -687,7 +690,7 @@ MISTAKES = {
     "values of another weight": (
         lambda: matmul_w8a16(X, W8._replace(values=W8.values[:1])),
         kvkern.ShapeMismatchError,
-        r"weight.values: want \[C=2, N=8, B=128\], got \[1, 8, 128\]",
+        r"weight.values: want \[C=2, N=any, B=128\], got \[1, 8, 128\]",
     ),
     "scales of other groups": (
         lambda: matmul_w4a16(X, W4._replace(group_size=64)),
@@ -731,6 +734,86 @@ MISTAKES = {
         ),
         kvkern.ArgumentError,
         r"weight: want at most 65536 columns, got 65537",
+    ),
+    "nothing to quantise to 8 bits": (
+        lambda: quantize_int8(None),
+        kvkern.UnsupportedDtypeError,
+        r"weight: want a tensor, got NoneType",
+    ),
+    "nothing to quantise to 4 bits": (
+        lambda: quantize_int4(None),
+        kvkern.UnsupportedDtypeError,
+        r"weight: want a tensor, got NoneType",
+    ),
+    "a weight of no values": (
+        lambda: dequantize_int8(W8._replace(values=None)),
+        kvkern.UnsupportedDtypeError,
+        r"weight.values: want a tensor, got NoneType",
+    ),
+    "a weight of no scales": (
+        lambda: dequantize_int4(W4._replace(scale=None)),
+        kvkern.UnsupportedDtypeError,
+        r"weight.scale: want a tensor, got NoneType",
+    ),
+    "a number for zeros": (
+        lambda: matmul_w8a16(X, W8._replace(zero=0.0)),
+        kvkern.UnsupportedDtypeError,
+        r"weight.zero: want a tensor, got float",
+    ),
+    "no x for 8 bits": (
+        lambda: matmul_w8a16(None, W8),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "no x for 4 bits": (
+        lambda: matmul_w4a16(None, W4),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "no x to round": (
+        lambda: matmul_w8a8(None, W8),
+        kvkern.UnsupportedDtypeError,
+        r"x: want a tensor, got NoneType",
+    ),
+    "no weight": (
+        lambda: matmul_w8a8(X, None),
+        kvkern.ArgumentError,
+        r"weight: want a QuantizedInt8, got NoneType",
+    ),
+    "a number for a bias": (
+        lambda: matmul_w4a16(X, W4, bias=1.0),
+        kvkern.UnsupportedDtypeError,
+        r"bias: want a tensor, got float",
+    ),
+    "x on another device": (
+        lambda: matmul_w8a16(X.to("meta"), W8),
+        kvkern.DeviceError,
+        r"x: want device cpu, got meta",
+    ),
+    "x to round on another device": (
+        lambda: matmul_w8a8(X.to("meta"), W8),
+        kvkern.DeviceError,
+        r"x: want device cpu, got meta",
+    ),
+    "scales on another device": (
+        lambda: matmul_w4a16(X, W4._replace(scale=W4.scale.to("meta"))),
+        kvkern.DeviceError,
+        r"weight.scale: want device cpu, got meta",
+    ),
+    "zeros on another device": (
+        lambda: dequantize_int8(W8._replace(zero=W8.scale.to("meta"))),
+        kvkern.DeviceError,
+        r"weight.zero: want device cpu, got meta",
+    ),
+    "a bias on another device": (
+        lambda: matmul_w8a16(X, W8, bias=torch.zeros(8, device="meta")),
+        kvkern.DeviceError,
+        r"bias: want device cpu, got meta",
+    ),
+    "an output on another device": (
+        lambda: matmul_w4a16(X, W4, out=torch.zeros(4, 8, dtype=BF16, device="meta")),
+        kvkern.DeviceError,
+        r"out: want device cpu, got meta",
     ),
 }
 
