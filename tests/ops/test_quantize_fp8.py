@@ -2,9 +2,12 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import kvkern
 from kvkern import dequantize_fp8, quantize_fp8
@@ -35,6 +38,8 @@ def test_bytes_are_the_references(granularity, dtype, power_of_two, x_dtype, dev
     options = {"granularity": granularity, "dtype": dtype, "power_of_two": power_of_two}
     expected = quantize_fp8(x, **options, backend="reference")
     assert_same_bytes(quantize_fp8(x, **options, backend="triton"), expected)
+    on_cpu = quantize_fp8(x.cpu(), **options, backend="reference")
+    assert_same_bytes(on_cpu, kvkern.QuantizedFP8(*(tensor.cpu() for tensor in expected)))
 
 
 SIZES = [1, 7, 63, 127, 128, 129, 1023]
@@ -272,6 +277,26 @@ def test_graph_replay_reads_new_numbers_without_the_host(granularity, column_maj
     graph.replay()
     assert_same_bytes(quantized, quantize_fp8(x, granularity=granularity, backend="reference"))
     assert torch.equal(real, dequantize_fp8(*quantized, backend="reference"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "granularity, num_kernels", [("row", 1), ("group", 1), ("block", 1), ("tensor", 2)]
+)
+def test_x_is_read_by_one_kernel_where_cells_lie_in_tiles(granularity, num_kernels):
+    x, gamma = (torch.ones(*shape, 7168, device="cuda") for shape in ((300,), ()))
+    calls = [(partial(quantize_fp8, x, granularity=granularity), num_kernels)]
+    calls += [(partial(quantize_fp8, x, granularity="tensor", scale=x.new_ones(1)), 1)]
+    if granularity in ("row", "group"):
+        fused = (kvkern.silu_and_mul_quant_fp8, partial(kvkern.rms_norm_quant_fp8, gamma=gamma))
+        calls += [(partial(run, x, granularity=granularity), 1) for run in fused]
+    for call, expected in calls:
+        call()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            call()
+            torch.cuda.synchronize()
+        names = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
+        assert len([name for name in names if name.startswith("_")]) == expected  # Triton's
 
 
 @pytest.mark.gpu
