@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import AbsorbCall, choose
-from kvkern.errors import ArgumentError, ShapeMismatchError
+from kvkern.errors import ArgumentError, ShapeMismatchError, UnsupportedDtypeError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS64, Sizes
 from kvkern.ops.matmul import is_aligned, read_weight_scale
@@ -110,9 +110,13 @@ def absorb_weights(
 
     Raises:
         ShapeMismatchError: the weight has other dims.
+        UnsupportedDtypeError: it is no tensor.
 
     Source: arXiv:2405.04434, section 2.1.2 and appendix C.
     """
+    if not isinstance(kv_b_weight, Tensor):
+        got = type(kv_b_weight).__name__
+        raise UnsupportedDtypeError(f"kv_b_weight: want a tensor, got {got}")
     rows = num_heads * (nope_dim + v_dim)
     if kv_b_weight.ndim != 2 or kv_b_weight.shape[0] != rows:
         raise ShapeMismatchError(

@@ -111,6 +111,8 @@ def test_absorbed_weights_are_views_that_factor_the_projection():
         kvkern.ShapeMismatchError, match=r"kv_b_weight: want \[H\*\(nope\+v\)=30, L=any\]"
     ):
         absorb_weights(weight, num_heads=3, nope_dim=5, v_dim=5)
+    with pytest.raises(kvkern.UnsupportedDtypeError, match="kv_b_weight: want a tensor, got list"):
+        absorb_weights([1.0], num_heads=3, nope_dim=5, v_dim=4)
 
 
 def test_absorbed_attention_is_plain_attention():
