@@ -54,11 +54,11 @@ _KINDS = (
 def run(settings: argparse.Namespace) -> int:
     """Returns 1 if a backend's result was wrong; it is not in the table then."""
     device, is_right, rows = settings.device, True, []
+    backends = settings.backends or BACKENDS
     for columns, depth in settings.layers or LAYERS:
         for scales in _KINDS:
             told: set[str] = set()  # backends whose refusal has been printed
             for num_rows in settings.rows or ROWS:
-                backends = settings.backends or BACKENDS
                 row, wrong, refused = _measure(num_rows, columns, depth, scales, backends, device)
                 for name, reason in wrong.items():
                     is_right = False

@@ -12,6 +12,12 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FLOATS64 = (*FLOATS, torch.float64)  # fp64: the reference only
 
 
+def check_is_tensor(name: str, given: object) -> None:
+    """What is asked for a shape or a device before ``Sizes`` sees it."""
+    if not isinstance(given, Tensor):
+        raise UnsupportedDtypeError(f"{name}: want a tensor, got {type(given).__name__}")
+
+
 @lru_cache
 def _letters(dims: str) -> tuple[str, ...]:
     return tuple(dims.split())
@@ -43,8 +49,7 @@ class Sizes:
 
         Raises ``ShapeMismatchError``, ``UnsupportedDtypeError``, ``DeviceError``, ``LayoutError``.
         """
-        if not isinstance(tensor, Tensor):
-            raise UnsupportedDtypeError(f"{name}: want a tensor, got {type(tensor).__name__}")
+        check_is_tensor(name, tensor)
         letters, shape, known = _letters(dims), tensor.shape, self.known
         if len(shape) != len(letters) or any(
             known.get(letter, size) != size for letter, size in zip(letters, shape, strict=True)

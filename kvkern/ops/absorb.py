@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import AbsorbCall, choose
-from kvkern.errors import ArgumentError, ShapeMismatchError, UnsupportedDtypeError
+from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
-from kvkern.ops._sizes import FLOATS64, Sizes
+from kvkern.ops._sizes import FLOATS64, Sizes, check_is_tensor
 from kvkern.ops.matmul import is_aligned, read_weight_scale
 
 
@@ -114,9 +114,7 @@ def absorb_weights(
 
     Source: arXiv:2405.04434, section 2.1.2 and appendix C.
     """
-    if not isinstance(kv_b_weight, Tensor):
-        got = type(kv_b_weight).__name__
-        raise UnsupportedDtypeError(f"kv_b_weight: want a tensor, got {got}")
+    check_is_tensor("kv_b_weight", kv_b_weight)
     rows = num_heads * (nope_dim + v_dim)
     if kv_b_weight.ndim != 2 or kv_b_weight.shape[0] != rows:
         raise ShapeMismatchError(

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvkern.backends import MatmulCall, TakesTensors, choose
 from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
-from kvkern.ops._sizes import FLOATS, FLOATS64, Sizes
+from kvkern.ops._sizes import FLOATS, FLOATS64, Sizes, check_is_tensor
 from kvkern.ops.quantize import quantize_fp8
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -152,10 +152,12 @@ def fp8_gemm(
 
     Source: arXiv:2412.19437, section 3.3.
     """
-    sizes = Sizes(getattr(a, "device", torch.device("cpu")))
-    matrices = "G " if getattr(a, "ndim", 2) == 3 else ""
+    check_is_tensor("a", a)
+    check_is_tensor("b", b)
+    sizes = Sizes(a.device)
+    matrices = "G " if a.ndim == 3 else ""
     for name, x, dims, scale in (("a", a, "M K", a_scale), ("b", b, "K N", b_scale)):
-        if getattr(x, "dtype", None) in _FP8:  # scaled_mm checks it
+        if x.dtype in _FP8:  # scaled_mm checks it
             continue
         sizes.match(name, x, matrices + dims, *FLOATS, *_FP8, strides="any")
         if scale is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvkern.backends import choose
 from kvkern.errors import ArgumentError, LayoutError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
-from kvkern.ops._sizes import FLOATS, Sizes, as_rows
+from kvkern.ops._sizes import FLOATS, Sizes, as_rows, check_is_tensor
 
 Granularity = Literal["tensor", "row", "group", "block"]
 RowGranularity = Literal["tensor", "row", "group"]  # of what is made row by row
@@ -235,8 +235,8 @@ def dequantize_fp8(
     _match_first("values", values, *_FP8)
     if dtype not in FLOATS:
         raise ArgumentError(f"dtype: want bfloat16, float16 or float32, got {dtype}")
-    of_scale = getattr(scale, "shape", (1,))
-    _match("scale", scale, of_scale, torch.float32, device=values.device, strides="any")
+    check_is_tensor("scale", scale)
+    _match("scale", scale, scale.shape, torch.float32, device=values.device, strides="any")
     granularity = _granularity_of(values.shape, scale.shape)
     _check_strides(scale, granularity)
     if out is not None:
@@ -319,8 +319,8 @@ def _by_row(quantized: QuantizedFP8) -> tuple[Tensor, Tensor]:
 
 def _match_first(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
     """Of the tensor whose shape and device the others have to fit."""
-    shape, device = getattr(tensor, "shape", (1,)), getattr(tensor, "device", torch.device("cpu"))
-    _match(name, tensor, shape, *dtypes, device=device, strides="any")
+    check_is_tensor(name, tensor)
+    _match(name, tensor, tensor.shape, *dtypes, device=tensor.device, strides="any")
 
 
 def _match(

@@ -10,7 +10,7 @@ from kvkern.backends import WeightOnlyCall, choose
 from kvkern.errors import ArgumentError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
-from kvkern.ops._sizes import FLOATS, Sizes, as_rows
+from kvkern.ops._sizes import FLOATS, Sizes, as_rows, check_is_tensor
 
 _CHUNK_BYTES = 128  # of a row: 32 words of 32 bits
 _GROUP_SIZES = (32, 64, 128)
@@ -64,7 +64,8 @@ def quantize_int8(
 
     Source: arXiv:1712.05877, section 2.1.
     """
-    sizes = Sizes(_device_of(weight))
+    check_is_tensor("weight", weight)
+    sizes = Sizes(weight.device)
     sizes.match("weight", weight, "N K", *FLOATS, strides="rows")
     values, scale, zero = _quantize("quantize_int8", weight, 8, sizes["K"], symmetric, backend)
     return QuantizedInt8(values, scale, zero, sizes["K"])
@@ -102,7 +103,8 @@ def quantize_int4(
 
     Source: arXiv:2210.17323, section 4 (groups along K).
     """
-    sizes = Sizes(_device_of(weight))
+    check_is_tensor("weight", weight)
+    sizes = Sizes(weight.device)
     sizes.match("weight", weight, "N K", *FLOATS, strides="rows")
     check_group_size(group_size)
     group_size = max(sizes["K"], 1) if group_size is None else group_size
@@ -328,17 +330,13 @@ def _match_stored(
     weight: QuantizedInt8 | QuantizedInt4, bits: int, group_size: int, dtype: torch.dtype
 ) -> int:
     (chunks, _, num_bytes), (groups, _) = stored_shapes(0, weight.num_columns, bits, group_size)
-    sizes = Sizes(_device_of(weight.values), G=groups, C=chunks, B=num_bytes)
+    check_is_tensor("weight.values", weight.values)
+    sizes = Sizes(weight.values.device, G=groups, C=chunks, B=num_bytes)
     sizes.match("weight.values", weight.values, "C N B", dtype)
     sizes.match("weight.scale", weight.scale, "G N", torch.float32)
     if weight.zero is not None:
         sizes.match("weight.zero", weight.zero, "G N", torch.float32)
     return sizes["N"]
-
-
-def _device_of(tensor: Tensor) -> torch.device:
-    """Of what is no tensor any: ``Sizes.match`` refuses it."""
-    return getattr(tensor, "device", torch.device("cpu"))
 
 
 def _dequantize(
@@ -405,10 +403,10 @@ def _matmul(
     key: Any = None,
 ) -> Tensor:
     """``group_size``: of products of 16 bits, or None; ``key``: what to remember the call by."""
-    shape = getattr(x, "shape", (1,))
-    if len(shape) == 0:
+    check_is_tensor("x", x)
+    if x.dim() == 0:
         raise ShapeMismatchError("x: want [..., K], got []")
-    lead = {f"D{number}": size for number, size in enumerate(shape[:-1])}
+    lead = {f"D{number}": size for number, size in enumerate(x.shape[:-1])}
     sizes = Sizes(weight.values.device, **lead, K=weight.num_columns, N=num_columns)
     sizes.match("x", x, " ".join((*lead, "K")), *_HALVES64, strides="any")
     out_dtype = x.dtype if out_dtype is None else out_dtype
