@@ -281,18 +281,17 @@ def _hopper_weight_only_refuses_call(call: WeightOnlyCall) -> str | None:
 
 
 def _hopper_few_rows_refuses(call: WeightOnlyCall) -> str | None:
-    if call.bits == 8:
-        return f"takes more than 16 rows of x with a weight in 8 bits, got {call.num_rows}"
     if call.has_zero or call.group_size not in (0, 128):
         zeros = " with zero points" if call.has_zero else ""
         return (
             "takes up to 16 rows of x with groups of 128 or all columns without zero points, got "
             f"{call.group_size or 'all'}{zeros}"
         )
-    if call.num_columns % 4 or call.depth % 256:
+    chunk = 1024 // call.bits
+    if call.num_columns % 4 or call.depth % chunk:
         return (
-            "takes up to 16 rows of x with N that is a multiple of 4 and K that is one of 256, got "
-            f"{call.num_columns} and {call.depth}"
+            "takes up to 16 rows of x with N that is a multiple of 4 and K that is one of "
+            f"{chunk}, got {call.num_columns} and {call.depth}"
         )
     return None
 

@@ -226,18 +226,19 @@ def test_hopper_weight_only_products_have_256_rows_in_a_tile_where_those_fill_th
 
 def test_hopper_weight_only_products_of_few_rows_have_one_program_an_sm_that_fits():
     gpu = Gpu(90, 132)
-    for num_rows, num_columns, depth, has_groups in itertools.product(
-        [1, 8, 9, 16], [4, 2112, 4096, 4224, 4228, 8192, 24576], [256, 11008], [True, False]
-    ):
+    for num_rows, num_columns, depth, (bits, has_groups) in itertools.product(
+        [1, 2, 8, 9, 16], [4, 2112, 4096, 4224, 4228, 8192, 24576], [256, 11008],
+        [(8, False), (4, True), (4, False)],
+    ):  # fmt: skip
         rows, columns, stages = matmul_weight_only_few.choose_tiles(
-            num_rows, num_columns, depth, has_groups, gpu
+            num_rows, num_columns, depth, bits, has_groups, gpu
         )
-        assert rows == (8 if num_rows <= 8 else 16)
+        assert rows == (1 if num_rows == 1 else 8 if num_rows <= 8 else 16)
         assert columns == (32 if num_columns <= 32 * 132 else 64)
-        num_steps = -(-depth // 1024)
+        num_steps = -(-depth // (4096 // bits))
         assert min(num_steps, 3) <= stages <= num_steps
-        of_step = 4 * (columns * 128 + rows * 512 + 8 * columns * has_groups)
-        assert stages * of_step + 4 * 4 * columns * rows < 232_448
+        of_step = 4 * (columns * 128 + rows * 2048 // bits + 8 * columns * has_groups)
+        assert stages * of_step + 4 * 4 * columns * max(rows, 8) < 232_448
 
 
 @pytest.mark.parametrize("in_tensor_core", [True, False])

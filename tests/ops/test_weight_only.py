@@ -443,7 +443,8 @@ FEW = MANY._replace(num_rows=16, num_columns=4096, depth=11008, has_zero=False)
         (MANY._replace(group_size=64), "or 64 without zero points; got 64 with zero points"),
         (MANY._replace(is_aligned=False), "takes rows of x, .* begin at multiples of 16 bytes"),
         (FEW._replace(is_aligned=False), "takes rows of x, .* begin at multiples of 16 bytes"),
-        (FEW._replace(bits=8, group_size=0), "takes more than 16 rows of x with .* 8 bits, got 16"),
+        (FEW._replace(bits=8, group_size=0, has_zero=True), "without zero points, got all with"),
+        (FEW._replace(bits=8, group_size=0, depth=11072), "K that is one of 128, .* and 11072"),
         (FEW._replace(group_size=64), "takes up to 16 rows of x with groups of 128 .*, got 64$"),
         (FEW._replace(group_size=0, has_zero=True), "without zero points, got all with zero"),
         (FEW._replace(num_columns=4098), "N that is a multiple of 4 .*, got 4098 and 11008"),
@@ -551,44 +552,52 @@ def test_hopper_product_of_more_rows_matches_fp64_and_repeats(name, dtype, num_r
             assert torch.equal(got, matmul(x, weight, **options, backend="hopper"))
 
 
+OF_FEW_ROWS = {
+    "w8": QUANTISERS["w8"],
+    "w4": QUANTISERS["w4"],
+    "w4 gK": (partial(quantize_int4, group_size=None), dequantize_int4, matmul_w4a16),
+}
+every_of_few_rows = pytest.mark.parametrize("name", OF_FEW_ROWS)
+
+
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("group_size", [128, None])
+@every_of_few_rows
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 16])
-def test_hopper_product_of_few_rows_matches_fp64_and_repeats(num_rows, dtype, group_size):
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 16])
+def test_hopper_product_of_few_rows_matches_fp64_and_repeats(num_rows, dtype, name):
     """Tiles of 32 and 64 columns; N and K that end in one; K in a step, and in more than fit."""
-    for num_columns, depth in ((132, 256), (4112, 6400), (4300, 4864)):
-        weight = quantize_int4(
-            randn(num_columns, depth, device="cuda", mean=0.1), group_size=group_size
-        )
+    quantize, dequantize, matmul = OF_FEW_ROWS[name]
+    for num_columns, depth in ((132, 256), (4112, 6400), (4300, 4864), (4096, 12032)):
+        weight = quantize(randn(num_columns, depth, device="cuda", mean=0.1))
         x = randn(num_rows, depth + 8, dtype=dtype, device="cuda", mean=0.3)[:, :depth]
         bias = randn(num_columns, device="cuda")
-        exact = exact_product(x, dequantize_int4(weight, dtype=FP32), bias)
+        exact = exact_product(x, dequantize(weight, dtype=FP32), bias)
         for out_dtype in (dtype, FP32):
             options = {"bias": bias, "out_dtype": out_dtype}
-            rounded = matmul_w4a16(x, weight, **options, backend="reference")
-            got = matmul_w4a16(x, weight, **options, backend="hopper")
+            rounded = matmul(x, weight, **options, backend="reference")
+            got = matmul(x, weight, **options, backend="hopper")
             eps_of = dtype if out_dtype == dtype else FP16
             assert_within_budget(got, exact, rounded, eps_of=eps_of)
-            assert torch.equal(got, matmul_w4a16(x, weight, **options, backend="hopper"))
+            assert torch.equal(got, matmul(x, weight, **options, backend="hopper"))
 
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("group_size", [128, None])
+@every_of_few_rows
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_hopper_takes_every_weight_to_its_place_in_few_rows(dtype, group_size):
+def test_hopper_takes_every_weight_to_its_place_in_few_rows(dtype, name):
     """Rows of the unit matrix pick out columns of the weight, whose numbers are exact."""
-    weight = quantize_int4(randn(4300, 512, device="cuda", mean=0.1), group_size=group_size)
-    real, units = dequantize_int4(weight, dtype=FP32), torch.eye(512, dtype=dtype, device="cuda")
+    quantize, dequantize, matmul = OF_FEW_ROWS[name]
+    weight = quantize(randn(4300, 512, device="cuda", mean=0.1))
+    real, units = dequantize(weight, dtype=FP32), torch.eye(512, dtype=dtype, device="cuda")
     for num_columns in (4300, 132):
         some = weight._replace(
             values=weight.values[:, :num_columns].contiguous(),
             scale=weight.scale[:, :num_columns].contiguous(),
         )
-        for rows in (*units.split(16)[::4], *units.split(8)[1::8]):
-            got = matmul_w4a16(rows, some, out_dtype=FP32, backend="hopper")
+        for rows in (*units.split(16)[::4], *units.split(8)[1::8], *units[::37].split(1)):
+            got = matmul(rows, some, out_dtype=FP32, backend="hopper")
             assert torch.equal(got, rows.float() @ real[:num_columns].T)
 
 
@@ -631,7 +640,9 @@ def test_hopper_product_in_tiles_of_256_rows_matches_fp64_and_repeats(dtype, zer
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(
-    "name, num_rows", [*((name, 64) for name in HOPPER), ("w4", 3), ("w4", 16)], ids=str
+    "name, num_rows",
+    [*((name, 64) for name in HOPPER), ("w4", 1), ("w4", 3), ("w4", 16), ("w8", 1), ("w8", 16)],
+    ids=str,
 )
 def test_hopper_reads_new_numbers_in_repeats_and_graphs(name, num_rows):
     quantize, dequantize, matmul = QUANTISERS[name]

@@ -104,7 +104,9 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     for bits, group_size, dtype, has_zero, num_rows, num_columns in (
         (4, 128, bf16, False, 8, 4096),
         (4, 128, fp16, False, 16, 8192),
-        (4, 11008, bf16, False, 16, 4096),
+        (4, 11008, bf16, False, 1, 4096),
+        (8, 11008, bf16, False, 1, 4096),
+        (8, 11008, fp16, False, 16, 8192),
         (8, 11008, bf16, False, 128, 4096),
         (8, 11008, bf16, False, 256, 8192),
         (8, 11008, fp16, True, 4096, 4096),

@@ -117,8 +117,13 @@ def spread_zero(zero, DTYPE: gl.constexpr, WORDS: gl.constexpr):
 
 @gluon.constexpr_function
 def step_words_layout(chunks, rows, warps):
-    """The same of several chunks, each of which has ``warps`` of its own."""
-    reg_bases = [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]]
+    """An MMA's rows of several chunks, of which each has ``warps`` of its own.
+
+    A lane has eight words next to each other, so 64 columns of x are to it eight next to each
+    other, twice: which is where an MMA has them does not matter, if tokens have them there too.
+    """
+    reg_bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]]
+    lane_bases = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warp_bases = []
     row = 16
     while row < 16 * warps:
@@ -131,7 +136,6 @@ def step_words_layout(chunks, rows, warps):
     while chunk < chunks:
         warp_bases.append([chunk, 0, 0])
         chunk *= 2
-    lane_bases = [[0, 0, 2], [0, 0, 4], [0, 2, 0], [0, 4, 0], [0, 1, 0]]
     return gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], [chunks, rows, 32])
 
 
@@ -159,6 +163,74 @@ def weights_of_step(
     low, high = gl.inline_asm_elementwise(
         ASM, "=&r,=&r,r,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=2
     )
-    both = gl.join(low, high).permute([0, 1, 3, 2]).reshape([CHUNKS, ROWS // 8, 2, 2, 2, PART])
-    ordered = both.permute([0, 1, 4, 2, 3, 5]).reshape([CHUNKS, ROWS, PART])  # as ``stored_row``
+    # lane, 16 of the MMA's columns, half of them, column; plane
+    apart = gl.join(low, high).reshape([CHUNKS, ROWS, 4, 2, 2, 2, 2])
+    ordered = apart.permute([0, 1, 6, 3, 4, 2, 5]).reshape([CHUNKS, ROWS, PART])
     return gl.convert_layout(ordered.to(DTYPE, bitcast=True), A, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def step_tokens_layout(parts, chunks, rows, warps):
+    """Tokens of those chunks, where ``weights_of_step`` has their columns.
+
+    Lanes next to each other have rows that are not in the same banks; see ``stored_token``.
+    """
+    reg_bases = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 32]]
+    lane_bases = [[0, 0, 0, 8], [0, 0, 0, 16]]
+    lane_bases += [[0, 0, row if rows > 1 else 0, 0] for row in (4, 1, 2)]
+    if rows == 16:
+        reg_bases.append([0, 0, 8, 0])
+    part = 1
+    while part < parts:
+        reg_bases.append([part, 0, 0, 0])
+        part *= 2
+    warp_bases = []
+    warp = 1
+    while warp < warps:
+        warp_bases.append([0, 0, 0, 0])
+        warp *= 2
+    chunk = 1
+    while chunk < chunks:
+        warp_bases.append([0, chunk, 0, 0])
+        chunk *= 2
+    shape = [parts, chunks, rows, 64]
+    return gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], shape)
+
+
+@gluon.jit
+def tokens_of_step(x, B: gl.constexpr):
+    """Parts ``[PARTS, CHUNKS, ROWS, 64]``, two or four, as operands; one row is repeated."""
+    CHUNKS: gl.constexpr = x.shape[1]
+    ROWS: gl.constexpr = x.shape[2]
+    if x.shape[0] == 2:
+        part_0, part_1 = x.permute([1, 2, 3, 0]).split()
+        return _as_operand(part_0, B), _as_operand(part_1, B)
+    else:
+        even, odd = x.reshape([2, 2, CHUNKS, ROWS, PART]).permute([0, 2, 3, 4, 1]).split()
+        part_0, part_2 = even.permute([1, 2, 3, 0]).split()
+        part_1, part_3 = odd.permute([1, 2, 3, 0]).split()
+        return (
+            _as_operand(part_0, B), _as_operand(part_1, B), _as_operand(part_2, B),
+            _as_operand(part_3, B),
+        )  # fmt: skip
+
+
+@gluon.jit
+def _as_operand(x, B: gl.constexpr):
+    CHUNKS: gl.constexpr = x.shape[0]
+    ROWS: gl.constexpr = x.shape[1]
+    if ROWS == 1:  # plane, lane, 16 of the MMA's columns, half of them, column
+        apart = x.reshape([CHUNKS, 2, 4, 2, 2, 2]).permute([0, 1, 3, 4, 2, 5])
+        OF_COLUMNS: gl.constexpr = gl.SliceLayout(2, B)
+        row = gl.convert_layout(apart.reshape([CHUNKS, PART]), OF_COLUMNS, assert_trivial=True)
+        return gl.expand_dims(row, 2).broadcast_to([CHUNKS, PART, 8])
+    else:  # eight rows, fours, twos, ones; the same
+        apart = x.reshape([CHUNKS, ROWS // 8, 2, 2, 2, 2, 4, 2, 2, 2])
+        ordered = apart.permute([0, 5, 7, 8, 6, 9, 1, 3, 4, 2]).reshape([CHUNKS, PART, ROWS])
+        return gl.convert_layout(ordered, B, assert_trivial=True)
+
+
+@gluon.jit
+def stored_token(column):
+    """Which row of x is the MMA's ``column``; a repeated one's is none of one."""
+    return column // 8 * 8 + column % 2 * 4 + column // 2 % 2 + column // 4 % 2 * 2

@@ -765,7 +765,12 @@ def choose_tiles(
     steps = triton.cdiv(depth, 128)
     if num_rows <= _WAVE.value:
         return _choose_few(
-            num_rows, triton.cdiv(num_columns, 64) * num_matrices, steps, num_sms, can_split
+            num_rows,
+            triton.cdiv(num_columns, 64) * num_matrices,
+            steps,
+            num_sms,
+            sums_in_tensor_core=sums_in_tensor_core,
+            can_split=can_split,
         )
 
     def ns(tile: Tiles) -> float:
@@ -800,19 +805,38 @@ def choose_tiles(
     return best._replace(stages=stages)
 
 
-def _choose_few(num_rows: int, count: int, steps: int, num_sms: int, can_split: bool) -> Tiles:
+def _choose_few(
+    num_rows: int,
+    count: int,
+    steps: int,
+    num_sms: int,
+    *,
+    sums_in_tensor_core: bool,
+    can_split: bool,
+) -> Tiles:
     """``count`` tiles of 64 columns; K is cut into as many parts as give each SM one.
 
-    With more than 16 rows a step takes longer than its bytes: up to 32 steps are shared by two
-    programs an SM, more are better fetched by a warp of their own.
+    A kernel without a warp that fetches begins 1 us sooner, but takes longer over a step with more
+    than 16 rows: so more steps are better fetched by that warp, unless an SM has several programs
+    at a time. Up to 32 steps of an SM are shared by two.
     """
+    is_one_round = count <= num_sms
     num_splits = max(round(num_sms / count), 1) if can_split else 1
-    is_few = num_rows <= 16 or steps <= 32 * num_splits
-    if can_split and is_few and num_rows > 16:
+    has_few_steps = steps <= 32 * num_splits
+    if sums_in_tensor_core:
+        has_gain = not is_one_round or steps <= 32 or 3 * count <= num_sms
+        is_few = num_rows <= 32 or has_gain
+    elif is_one_round:
+        is_few = has_few_steps and (num_rows <= 32 or num_splits > 1)
+    else:
+        is_few = num_rows <= 32 or has_few_steps
+    is_few = is_few or num_rows <= 16
+    if can_split and is_few and has_few_steps and num_rows > 16:
         num_splits = max(num_splits, min(steps // 14, 2 * num_sms // count))
     num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
     if not is_few:
-        return Tiles(64, 64, num_splits, min(_most_stages(64, 64, _SHARED_BYTES), 8))
+        stages = min(_most_stages(64, 64, _SHARED_BYTES), 11 if sums_in_tensor_core else 8)
+        return Tiles(64, 64, num_splits if 3 * count <= num_sms else 1, stages)
     programs = min(triton.cdiv(count * num_splits, num_sms), 5)  # that an SM has at a time
     rows = power_of_two(max(num_rows, 8))
     most = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
