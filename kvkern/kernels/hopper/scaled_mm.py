@@ -796,7 +796,8 @@ def choose_tiles(
     splits = (1, 2, 4, 8) if can_split else (1,)
     tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
     best = min(tiles, key=ns)
-    stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), 8)
+    most = 10 if sums_in_tensor_core else 8
+    stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), most)
     is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
     keeps_a = 3 <= steps <= 4 and best.num_splits == 1 and (best.rows == 256 or is_one)
     if keeps_a and not _has_narrow(num_columns, best):
@@ -816,28 +817,25 @@ def _choose_few(
 ) -> Tiles:
     """``count`` tiles of 64 columns; K is cut into as many parts as give each SM one.
 
-    A kernel without a warp that fetches begins 1 us sooner, but takes longer over a step with more
-    than 16 rows: so more steps are better fetched by that warp, unless an SM has several programs
-    at a time. Up to 32 steps of an SM are shared by two.
+    The kernel without a warp that fetches begins 1 us sooner, but takes longer over a step with
+    more than 16 rows, unless an SM has several programs at a time. Up to 32 steps of an SM are
+    shared by two.
     """
-    is_one_round = count <= num_sms
+    has_several = count > num_sms
     num_splits = max(round(num_sms / count), 1) if can_split else 1
     has_few_steps = steps <= 32 * num_splits
     if sums_in_tensor_core:
-        has_gain = not is_one_round or steps <= 32 or 3 * count <= num_sms
-        is_few = num_rows <= 32 or has_gain
-    elif is_one_round:
-        is_few = has_few_steps and (num_rows <= 32 or num_splits > 1)
+        is_few = num_rows <= 32 or has_several or steps <= 32 or 3 * count <= num_sms
     else:
-        is_few = num_rows <= 32 or has_few_steps
-    is_few = is_few or num_rows <= 16
+        is_few = num_rows <= 16 or has_few_steps or (num_rows <= 32 and has_several)
     if can_split and is_few and has_few_steps and num_rows > 16:
         num_splits = max(num_splits, min(steps // 14, 2 * num_sms // count))
     num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
     if not is_few:
         stages = min(_most_stages(64, 64, _SHARED_BYTES), 11 if sums_in_tensor_core else 8)
         return Tiles(64, 64, num_splits if 3 * count <= num_sms else 1, stages)
-    programs = min(triton.cdiv(count * num_splits, num_sms), 5)  # that an SM has at a time
+    most = 5 if sums_in_tensor_core or num_rows <= 32 else 4  # of 128 registers a thread
+    programs = min(triton.cdiv(count * num_splits, num_sms), most)  # that an SM has at a time
     rows = power_of_two(max(num_rows, 8))
     most = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
     steps = triton.cdiv(steps, num_splits)
@@ -1005,7 +1003,7 @@ def _call(
     if tiles.is_few:
         arguments["out_ptr"] = out
         arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
-        return (num_units,), arguments, {"num_warps": 4, "enable_fp_fusion": True}
+        return (num_units,), arguments, {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": True}
     box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
     arguments["out_desc"] = matrix_descriptor(parts, box)
     arguments["ORDER"] = _Order(
@@ -1055,6 +1053,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),
         ("groups", 128, 24576, 1536, {"of_groups": "row"}),
         ("groups", 64, 24576, 1536, {"of_groups": "row"}),
+        ("exact", 64, 24576, 1536, {"is_exact": True}),
         ("groups-long", 64, 7168, 16384, {"of_groups": "row"}),
     ]
     for label, num_rows, num_columns, depth, options in calls:

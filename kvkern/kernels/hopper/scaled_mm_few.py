@@ -23,7 +23,7 @@ from kvkern.kernels.hopper.compat import (
     load_tile,
     thread_barrier,
 )
-from kvkern.kernels.hopper.paging import make_barriers, next_stage
+from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
 
 BLOCK_K: gl.constexpr = gl.constexpr(128)
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # columns of out, rows of a wgmma
@@ -49,6 +49,27 @@ def _fetch(
         copy_values(factors_a.index(stage), of_a)
         copy_values(factors_b.index(stage), of_b)
         async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def _begin(acc, a, b, full, stage, phase):
+    """A step's product, under way."""
+    ACC: gl.constexpr = acc.type.layout
+    mbarrier.wait(full.index(stage), phase)
+    rows = as_matrix(a.index(stage)).permute((1, 0))
+    zero = gl.zeros(acc.shape, gl.float32, ACC)
+    return warpgroup_mma(as_matrix(b.index(stage)), rows, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scale(factors_a, factors_b, stage, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr):
+    """What that product is multiplied by."""
+    if HAS_GROUPS:
+        of_rows = factors_a.index(stage).load(gl.SliceLayout(0, ACC))
+        of_columns = factors_b.index(stage).slice(0, 1).load(gl.SliceLayout(1, ACC))
+        return gl.expand_dims(of_rows, 0) * gl.expand_dims(of_columns, 1)
+    else:
+        return 1.0
 
 
 @gluon.jit(do_not_specialize=[*OF_A_STEP, "stride_out_part"])
@@ -136,35 +157,57 @@ def scaled_mm_few_kernel(
         bias = gl.load(of_bias + offs_n, mask=mask_n, other=0).to(gl.float32)
 
     acc = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC)
-    zero = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC)
     stage = 0
     phase = 0
-    for step in range(num_steps):
-        mbarrier.wait(full.index(stage), phase)
-        columns = as_matrix(b.index(stage))
-        rows = as_matrix(a.index(stage)).permute((1, 0))
-        if HAS_GROUPS or IS_EXACT:
-            part = warpgroup_mma(columns, rows, zero, use_acc=False, is_async=True)
-            if HAS_GROUPS:
-                factor = factors_a.index(stage).load(OF_ROW)
-                of_columns = factors_b.index(stage).slice(0, 1).load(gl.SliceLayout(1, ACC))
-            part = warpgroup_mma_wait(0, deps=(part,))
-            if HAS_GROUPS:
-                part *= gl.expand_dims(factor, 0) * gl.expand_dims(of_columns, 1)
-            acc += part
-        else:
+    if not HAS_GROUPS and not IS_EXACT:
+        for step in range(num_steps):
+            mbarrier.wait(full.index(stage), phase)
+            columns = as_matrix(b.index(stage))
+            rows = as_matrix(a.index(stage)).permute((1, 0))
             acc = warpgroup_mma(columns, rows, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        if step + STAGES < num_steps:
-            thread_barrier()  # all have read the stage
-            _fetch(
-                a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix,
-                column, first_step + step + STAGES, stage, HAS_GROUPS,
-            )  # fmt: skip
-            if HAS_GROUPS:
-                of_step_a += stride_scale_a_group
-                of_step_b += stride_scale_b_group
-        stage, phase = next_stage(stage, phase, STAGES)
+            if step + STAGES < num_steps:
+                thread_barrier()  # all have read the stage
+                _fetch(
+                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix,
+                    column, first_step + step + STAGES, stage, HAS_GROUPS,
+                )  # fmt: skip
+            stage, phase = next_stage(stage, phase, STAGES)
+    else:
+        for pair in range(num_steps // 2):  # the second step's product is made under the first sum
+            part = _begin(acc, a, b, full, stage, phase)
+            stage_2, phase_2 = next_stage(stage, phase, STAGES)
+            part_2 = _begin(acc, a, b, full, stage_2, phase_2)
+            scale = _scale(factors_a, factors_b, stage, ACC, HAS_GROUPS)
+            part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
+            acc = pin(acc + part * scale)
+            scale = _scale(factors_a, factors_b, stage_2, ACC, HAS_GROUPS)
+            part_2 = warpgroup_mma_wait(0, deps=(part_2,))
+            acc = pin(acc + part_2 * scale)
+            step = 2 * pair + STAGES
+            if step < num_steps:
+                thread_barrier()  # all have read both stages
+                _fetch(
+                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix,
+                    column, first_step + step, stage, HAS_GROUPS,
+                )  # fmt: skip
+                if HAS_GROUPS:
+                    of_step_a += stride_scale_a_group
+                    of_step_b += stride_scale_b_group
+                if step + 1 < num_steps:
+                    _fetch(
+                        a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b,
+                        matrix, column, first_step + step + 1, stage_2, HAS_GROUPS,
+                    )  # fmt: skip
+                    if HAS_GROUPS:
+                        of_step_a += stride_scale_a_group
+                        of_step_b += stride_scale_b_group
+            stage, phase = next_stage(stage_2, phase_2, STAGES)
+        if num_steps % 2 == 1:
+            part = _begin(acc, a, b, full, stage, phase)
+            scale = _scale(factors_a, factors_b, stage, ACC, HAS_GROUPS)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            acc += part * scale
 
     if not HAS_GROUPS:
         acc *= gl.expand_dims(scale_b, 1) * gl.expand_dims(scale_a, 0)
