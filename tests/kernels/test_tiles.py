@@ -251,10 +251,12 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
             num_rows, num_columns, depth, num_matrices,
             sums_in_tensor_core=in_tensor_core, num_sms=132,
         )  # fmt: skip
-        assert (rows == 64) == (num_rows <= 64)
+        assert rows == 64 or num_rows > 64
         # a thread has at most 240 registers: a tile's sums, and beside them a product of 64 rows
-        sums = rows * columns / 128 / (1 if rows == 64 else 2)
-        assert sums + (0 if in_tensor_core else 64 * columns / 128) <= 200
+        groups = 1 if rows == 64 and (columns == 64 or in_tensor_core) else 2
+        sums = rows * columns / 128 / groups
+        width = columns // groups if rows == 64 else columns
+        assert sums + (0 if in_tensor_core else 64 * width / 128) <= 200
         steps = -(-depth // 128)
         assert 1 <= num_splits <= steps
         if is_few:
@@ -292,12 +294,16 @@ def test_hopper_products_keep_a_where_it_takes_no_more_room_than_in_a_ring():
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "depth", "fast", "of_groups"),
     [  # the fastest of those measured on an H200: rows and columns of a tile, parts of K
-        (128, 2112, 7168, (128, 64, 4), (128, 64, 4)),
-        (128, 24576, 1536, (128, 64, 1), (128, 64, 1)),
-        (128, 7168, 16384, (128, 64, 1), (128, 64, 1)),
+        (64, 4096, 7168, (64, 64, 1), (64, 64, 4)),
+        (64, 7168, 16384, (64, 64, 1), (64, 64, 1)),
+        (128, 2112, 7168, (64, 64, 1), None),
+        (128, 24576, 1536, (64, 128, 1), (64, 128, 1)),
+        (128, 7168, 16384, (64, 128, 1), (64, 128, 1)),
+        (128, 4096, 7168, (64, 64, 1), (64, 64, 1)),
+        (256, 2112, 7168, (64, 64, 1), (64, 64, 1)),
         (256, 24576, 1536, (128, 128, 1), (128, 128, 1)),
         (256, 7168, 16384, (128, 128, 1), (128, 128, 1)),
-        (256, 4096, 7168, (128, 64, 1), (128, 64, 1)),
+        (256, 4096, 7168, (64, 128, 1), (64, 128, 1)),
         (2048, 7168, 2048, (128, 128, 1), None),
         (2048, 7168, 16384, (128, 128, 1), (256, 128, 1)),
         (512, 2112, 7168, None, (128, 64, 1)),
@@ -324,6 +330,7 @@ def test_hopper_products_fill_the_card():
     for num_rows in (1, 16, 64, 128):
         for num_columns, depth in ((2112, 7168), (24576, 1536), (7168, 16384)):
             chosen = tiles(num_rows, num_columns, depth)
-            assert num_columns / chosen.columns * chosen.num_splits > 0.45 * 132
+            tiles_m = -(-num_rows // chosen.rows)
+            assert tiles_m * num_columns / chosen.columns * chosen.num_splits > 0.45 * 132
     assert tiles(4096, 7168, 16384)[:3] == (128, 256, 1)
     assert tiles(4096, 2112, 7168)[:3] == (256, 128, 1)  # and 64 columns in narrow tiles

@@ -57,6 +57,19 @@ class _Order(NamedTuple):
     has_narrow: bool  # the last column of tiles is no more than half as wide as others
     has_splits: bool
     has_matrices: bool
+    groups: int  # of warps that multiply: of 64 rows one or two, which then share the columns
+
+
+@gluon.constexpr_function
+def _first_row(which, order):
+    """Of a warpgroup in a tile, whose rows are shared out if there are more than 64."""
+    return which * order.rows // 2 if order.rows > 64 else 0
+
+
+@gluon.constexpr_function
+def _first_column(which, order):
+    """The same of columns, which two warpgroups share out of 64 rows."""
+    return which * order.columns // 2 if order.rows == 64 else 0
 
 
 @gluon.jit
@@ -214,7 +227,7 @@ def _fetch(
 
 @gluon.jit
 def _sum_in_tensor_core(
-    acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST: gl.constexpr,
+    acc, acc_2, a, b, full, empty, num_steps, stage, phase, WHICH: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """Products of all steps into the accumulators; a step is let go when the next is under way."""
@@ -222,10 +235,12 @@ def _sum_in_tensor_core(
     BLOCK_M: gl.constexpr = a.shape[2]
     COLUMNS: gl.constexpr = acc.shape[1]
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
+    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
+    FIRST_COLUMN: gl.constexpr = _first_column(WHICH, ORDER)
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         rows = as_matrix(a.index(step if ORDER.kept else stage))
-        columns = _columns_of(b, stage, COLUMNS)
+        columns = _columns_of(b, stage, FIRST_COLUMN, COLUMNS)
         acc = warpgroup_mma(rows.slice(FIRST, _WAVE, dim=0), columns, acc, is_async=True)
         if HAS_TWO:
             acc_2 = warpgroup_mma(
@@ -248,16 +263,17 @@ def _sum_in_tensor_core(
 
 @gluon.jit
 def _sum_in_registers(
-    acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST: gl.constexpr,
+    acc, acc_2, a, b, full, empty, num_steps, stage, phase, WHICH: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """The product of each step, of twice 64 rows, added in fp32."""
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
+    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         rows = as_matrix(a.index(step if ORDER.kept else stage))
-        columns = _columns_of(b, stage, COLUMNS)
+        columns = _columns_of(b, stage, 0, COLUMNS)
         part = _begin(rows.slice(FIRST, _WAVE, dim=0), columns)
         part = warpgroup_mma_wait(0, deps=(part,))
         acc = pin(acc + part)
@@ -284,7 +300,7 @@ def _sum_of_groups(
     num_steps,
     stage,
     phase,
-    FIRST: gl.constexpr,
+    WHICH: gl.constexpr,
     ORDER: gl.constexpr,
 ):
     """The product of each step, of twice 64 rows, times its scales, added in fp32.
@@ -296,6 +312,7 @@ def _sum_of_groups(
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     mbarrier.wait(full.index(stage), phase)
     place = 0 if ORDER.kept else stage
     scale = _load_scales(factors_a, place, FIRST, OF_ROW)
@@ -303,7 +320,7 @@ def _sum_of_groups(
     of_b = _load_scales(factors_b, stage, 0, OF_ROW)
     for step in range(num_steps):
         rows = as_matrix(a.index(step if ORDER.kept else stage))
-        columns = _columns_of(b, stage, COLUMNS)
+        columns = _columns_of(b, stage, 0, COLUMNS)
         part = _begin(rows.slice(FIRST, _WAVE, dim=0), columns)
         fence_products(num_steps)
         part = warpgroup_mma_wait(0, deps=(part,))
@@ -338,7 +355,7 @@ def _sum_in_pairs(
     num_steps,
     stage,
     phase,
-    FIRST: gl.constexpr,
+    WHICH: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
 ):
@@ -346,11 +363,11 @@ def _sum_in_pairs(
     STAGES: gl.constexpr = b.shape[0]
     for pair in range(num_steps // 2):
         part, scale = _begin_step(
-            acc, a, b, factors_a, factors_b, full, stage, phase, 2 * pair, FIRST, HAS_GROUPS, ORDER
+            acc, a, b, factors_a, factors_b, full, stage, phase, 2 * pair, WHICH, HAS_GROUPS, ORDER
         )
         stage_2, phase_2 = next_stage(stage, phase, STAGES)
         part_2, scale_2 = _begin_step(
-            acc, a, b, factors_a, factors_b, full, stage_2, phase_2, 2 * pair + 1, FIRST,
+            acc, a, b, factors_a, factors_b, full, stage_2, phase_2, 2 * pair + 1, WHICH,
             HAS_GROUPS, ORDER,
         )  # fmt: skip
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
@@ -362,7 +379,7 @@ def _sum_in_pairs(
         stage, phase = next_stage(stage_2, phase_2, STAGES)
     if num_steps % 2 == 1:
         part, scale = _begin_step(
-            acc, a, b, factors_a, factors_b, full, stage, phase, num_steps - 1, FIRST, HAS_GROUPS,
+            acc, a, b, factors_a, factors_b, full, stage, phase, num_steps - 1, WHICH, HAS_GROUPS,
             ORDER,
         )  # fmt: skip
         part = warpgroup_mma_wait(0, deps=(part,))
@@ -374,11 +391,12 @@ def _sum_in_pairs(
 
 @gluon.jit
 def _begin_step(
-    acc, a, b, factors_a, factors_b, full, stage, phase, step, FIRST: gl.constexpr,
+    acc, a, b, factors_a, factors_b, full, stage, phase, step, WHICH: gl.constexpr,
     HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     place = step if ORDER.kept else stage
     mbarrier.wait(full.index(stage), phase)
     scale = 1.0
@@ -386,7 +404,8 @@ def _begin_step(
         scale = _load_scales(factors_a, place, FIRST, OF_ROW)
         scale *= _load_scales(factors_b, stage, 0, OF_ROW)
     rows = as_matrix(a.index(place)).slice(FIRST, _WAVE, dim=0)
-    return _begin(rows, _columns_of(b, stage, acc.shape[1])), scale
+    columns = _columns_of(b, stage, _first_column(WHICH, ORDER), acc.shape[1])
+    return _begin(rows, columns), scale
 
 
 @gluon.jit
@@ -416,9 +435,9 @@ def _begin(rows, columns):
 
 
 @gluon.jit
-def _columns_of(b, stage, COLUMNS: gl.constexpr):
-    """The first of a stage, as wgmma takes them."""
-    return as_matrix(b.index(stage)).slice(0, COLUMNS, dim=0).permute((1, 0))
+def _columns_of(b, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """Some of a stage, as wgmma takes them."""
+    return as_matrix(b.index(stage)).slice(FIRST, COLUMNS, dim=0).permute((1, 0))
 
 
 @gluon.jit
@@ -447,12 +466,13 @@ def _multiply(
     """A warpgroup: one or two times 64 rows of each tile."""
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
+    COLUMNS: gl.constexpr = BLOCK_N - _first_column(ORDER.groups - 1, ORDER)
     num_rows, num_columns, _, num_matrices, _ = shape
     stage = 0
     phase = 0
     for turn in range(_num_rounds(shape, ORDER)):
         matrix, m, n, split, first_step, end_step = _place(turn, shape, ORDER)
-        row = m * BLOCK_M + which * BLOCK_M // 2
+        row = m * BLOCK_M + _first_row(which, ORDER)
         into = split * num_matrices + matrix
         num_steps = end_step - first_step
         if ORDER.has_narrow and n == num_columns // BLOCK_N:
@@ -466,7 +486,7 @@ def _multiply(
             stage, phase = _make_tile(
                 a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc, scale_a_ptr,
                 scale_b_ptr, bias_ptr, num_rows, num_columns, strides, stride_bias, matrix, into,
-                row, n, num_steps, stage, phase, which, BLOCK_N, HAS_GROUPS, HAS_COLUMN_SCALES,
+                row, n, num_steps, stage, phase, which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES,
                 IS_EXACT, ORDER,
             )  # fmt: skip
     tma.store_wait(0)
@@ -504,15 +524,15 @@ def _make_tile(
     IS_EXACT: gl.constexpr,
     ORDER: gl.constexpr,
 ):
-    """A warpgroup's rows of a tile, and of its first COLUMNS columns. The ring's place after it."""
+    """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
     BLOCK_M: gl.constexpr = a.shape[2]
     BLOCK_N: gl.constexpr = b.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FIRST: gl.constexpr = which * BLOCK_M // 2
+    FIRST_COLUMN: gl.constexpr = _first_column(which, ORDER)
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     HAS_BIAS: gl.constexpr = bias_ptr is not None
-    BOXES: gl.constexpr = staged.shape[0] // (1 if BLOCK_M == _WAVE else 2)
+    BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
     a_matrix, a_row, _, b_matrix, _, b_column = strides
     # what the end of a tile wants is under way while its products are made
     column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
@@ -536,21 +556,21 @@ def _make_tile(
     acc_2 = gl.zeros([_WAVE, COLUMNS if HAS_TWO else 8], gl.float32, LAYOUT)
     if (HAS_GROUPS or IS_EXACT) and not HAS_TWO:
         acc, stage, phase = _sum_in_pairs(
-            acc, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, FIRST,
+            acc, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, which,
             HAS_GROUPS, ORDER,
         )  # fmt: skip
     elif HAS_GROUPS:
         acc, acc_2, stage, phase = _sum_of_groups(
-            acc, acc_2, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, FIRST,
+            acc, acc_2, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, which,
             ORDER,
         )  # fmt: skip
     elif IS_EXACT:
         acc, acc_2, stage, phase = _sum_in_registers(
-            acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST, ORDER
+            acc, acc_2, a, b, full, empty, num_steps, stage, phase, which, ORDER
         )
     else:
         acc, acc_2, stage, phase = _sum_in_tensor_core(
-            acc, acc_2, a, b, full, empty, num_steps, stage, phase, FIRST, ORDER
+            acc, acc_2, a, b, full, empty, num_steps, stage, phase, which, ORDER
         )
 
     if not HAS_GROUPS:
@@ -562,7 +582,8 @@ def _make_tile(
     if HAS_BIAS:
         of_columns.index(2 * which + 1).store(bias)
     _store(
-        acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, 0, BOXES,
+        acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0,
+        FIRST_COLUMN, BOXES,
         HAS_COLUMN_SCALES, HAS_BIAS,
     )  # fmt: skip
     if HAS_TWO:
@@ -663,7 +684,7 @@ def _scaled_mm_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a = gl.allocate_shared_memory(a_desc.dtype, [PLACES, 1, BLOCK_M, BLOCK_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, BLOCK_K], b_desc.layout)
-    GROUPS: gl.constexpr = 1 if BLOCK_M == _WAVE else 2  # of warps that multiply
+    GROUPS: gl.constexpr = ORDER.groups
     staged = gl.allocate_shared_memory(
         out_desc.dtype, [GROUPS * BOXES, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
     )
@@ -740,9 +761,13 @@ _SHARED_BYTES = 232_448
 # ns of a step of a tile of as many rows and columns, with sums in the tensor core, and with others
 _STEP_NS = {
     True: {
-        (128, 32): 205, (128, 64): 225, (128, 128): 360, (128, 256): 660, (256, 128): 660,
+        (64, 64): 155, (64, 128): 200, (128, 32): 205, (128, 64): 225, (128, 128): 360,
+        (128, 256): 660, (256, 128): 660,
     },
-    False: {(128, 32): 245, (128, 64): 280, (128, 128): 400, (256, 128): 690},
+    False: {
+        (64, 64): 180, (64, 128): 230, (128, 32): 245, (128, 64): 280, (128, 128): 400,
+        (256, 128): 690,
+    },
 }  # fmt: skip
 
 
@@ -781,22 +806,27 @@ def choose_tiles(
         if _has_narrow(num_columns, tile):
             count -= num_matrices * tiles_m / 2
         count *= num_splits
-        of_b = columns * 128 / tiles_m * min(count, num_sms) / 3700  # bytes by what memory gives
-        of_step = max(_STEP_NS[sums_in_tensor_core][rows, columns], of_b)
+        of_step = _STEP_NS[sums_in_tensor_core][rows, columns]
+        # or by what memory gives: with less of a beside b more of b is on its way
+        of_b = columns * 128 / tiles_m / (3900 if rows == 64 else 3400)
+        rounds, left = divmod(count, num_sms)
+        of_steps = rounds * max(of_step, num_sms * of_b)
+        if left > 0:
+            of_steps += max(of_step, left * of_b)
         of_end = 1500 if max(rows, columns) == 256 else 800
         of_sum = 0.0
         if num_splits > 1:  # a launch, and parts that are written and read
             of_sum = 2800 + num_splits * num_matrices * num_rows * num_columns / 340
-        rounds = math.ceil(count / num_sms)
-        return float(rounds * (triton.cdiv(steps, num_splits) * of_step + of_end) + of_sum)
+        steps_of_part = triton.cdiv(steps, num_splits)
+        return float(steps_of_part * of_steps + math.ceil(count / num_sms) * of_end + of_sum)
 
-    shapes = [(256, 128), (128, 128), (128, 64), (128, 32)]
+    shapes = [(256, 128), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
     if sums_in_tensor_core and steps > 8 and num_rows > 256:
         shapes.insert(0, (128, 256))
     splits = (1, 2, 4, 8) if can_split else (1,)
     tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
     best = min(tiles, key=ns)
-    most = 10 if sums_in_tensor_core else 8
+    most = 11 if sums_in_tensor_core or best.rows == 64 else 8
     stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), most)
     is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
     keeps_a = 3 <= steps <= 4 and best.num_splits == 1 and (best.rows == 256 or is_one)
@@ -852,6 +882,12 @@ def _has_narrow(num_columns: int, tiles: Tiles) -> bool:
     left = num_columns % tiles.columns
     is_wide = tiles.rows == 256 and num_columns > tiles.columns
     return is_wide and tiles.num_splits == 1 and 0 < left <= tiles.columns // 2
+
+
+def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
+    """Warpgroups that multiply; one has the registers for sums of 64 x 128, but not the time."""
+    is_one = tiles.rows == 64 and (tiles.columns == 64 or sums_in_tensor_core)
+    return 1 if is_one else 2
 
 
 def _boxes(
@@ -1014,6 +1050,7 @@ def _call(
         _has_narrow(num_columns, tiles),
         tiles.num_splits > 1,
         num_matrices > 1,
+        _num_groups(tiles, sums_in_tensor_core=not is_exact and cell_a[1] == 0),
     )
     arguments["HAS_COLUMN_SCALES"] = cell_a[1] == 0 and scale_b.shape[2] > 1
     arguments["BOXES"] = _boxes(
@@ -1052,6 +1089,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("groups-narrow", 4096, 2112, 7168, {"of_groups": "row"}),
         ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),
         ("groups", 128, 24576, 1536, {"of_groups": "row"}),
+        ("fast", 128, 7168, 16384, {"has_bias": True}),
+        ("exact", 128, 7168, 16384, {"is_exact": True, "dtype": fp32}),
         ("groups", 64, 24576, 1536, {"of_groups": "row"}),
         ("exact", 64, 24576, 1536, {"is_exact": True}),
         ("groups-long", 64, 7168, 16384, {"of_groups": "row"}),
