@@ -232,5 +232,5 @@ def _as_operand(x, B: gl.constexpr):
 
 @gluon.jit
 def stored_token(column):
-    """Which row of x is the MMA's ``column``; a repeated one's is none of one."""
+    """Which row of x is the MMA's ``column``; of one row, repeated, the first column's is 0."""
     return column // 8 * 8 + column % 2 * 4 + column // 2 % 2 + column // 4 % 2 * 2

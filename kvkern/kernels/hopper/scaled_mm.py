@@ -2,10 +2,11 @@
 
 A program takes every num_programs-th tile of ``out``, or part of K of one; where K is short, tiles
 next to each other, whose rows of a it keeps. One warp fetches steps of 128 of K by TMA into a ring
-of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time. Where sums are
-exact, or scales change along K, the product of a step leaves the tensor core, whose accumulator
-keeps some 13 bits, and is added in fp32. Most products of up to 64 rows have a kernel of their own,
-``scaled_mm_few``; tiles, launches and repeats of both are here.
+of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time, or of its
+columns if it has 64 rows, or one does it all. Where sums are exact, or scales change along K, the
+product of a step leaves the tensor core, whose accumulator keeps some 13 bits, and is added in
+fp32. Most products of up to 64 rows have a kernel of their own, ``scaled_mm_few``; tiles, launches
+and repeats of both are here.
 """
 
 import math
@@ -463,7 +464,7 @@ def _multiply(
     IS_EXACT: gl.constexpr,
     ORDER: gl.constexpr,
 ):
-    """A warpgroup: one or two times 64 rows of each tile."""
+    """A warpgroup: one or two times 64 rows of each tile, or half of the columns of 64."""
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
     COLUMNS: gl.constexpr = BLOCK_N - _first_column(ORDER.groups - 1, ORDER)
@@ -582,8 +583,7 @@ def _make_tile(
     if HAS_BIAS:
         of_columns.index(2 * which + 1).store(bias)
     _store(
-        acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0,
-        FIRST_COLUMN, BOXES,
+        acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES,
         HAS_COLUMN_SCALES, HAS_BIAS,
     )  # fmt: skip
     if HAS_TWO:
@@ -867,9 +867,9 @@ def _choose_few(
     most = 5 if sums_in_tensor_core or num_rows <= 32 else 4  # of 128 registers a thread
     programs = min(triton.cdiv(count * num_splits, num_sms), most)  # that an SM has at a time
     rows = power_of_two(max(num_rows, 8))
-    most = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
-    steps = triton.cdiv(steps, num_splits)
-    return Tiles(64, 64, num_splits, min(most, 10, steps), is_few=True)
+    stages = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
+    stages = min(stages, 10, triton.cdiv(steps, num_splits))
+    return Tiles(64, 64, num_splits, stages, is_few=True)
 
 
 def _most_stages(rows: int, columns: int, shared_bytes: int) -> int:
