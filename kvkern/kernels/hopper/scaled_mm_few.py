@@ -37,8 +37,8 @@ OF_A_STEP = [
 
 @gluon.jit
 def _fetch(
-    a, b, factors_a, factors_b, full, a_desc, b_desc, of_a, of_b, stride_a, stride_b, matrix,
-    column, step, stage, HAS_GROUPS: gl.constexpr,
+    a, b, factors_a, factors_b, full, a_desc, b_desc, of_a, of_b, matrix, column, step, stage,
+    HAS_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """A step's operands, and its scales beside them."""
     bar = full.index(stage)
@@ -46,8 +46,8 @@ def _fetch(
     load_tile(b_desc, [matrix, column, step * BLOCK_K], bar, b.index(stage))
     load_tile(a_desc, [matrix, 0, step * BLOCK_K], bar, a.index(stage))
     if HAS_GROUPS:
-        copy_values(factors_a.index(stage), of_a + step.to(gl.int64) * stride_a)
-        copy_values(factors_b.index(stage), of_b + step.to(gl.int64) * stride_b)
+        copy_values(factors_a.index(stage), of_a)
+        copy_values(factors_b.index(stage), of_b)
         async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -126,19 +126,23 @@ def scaled_mm_few_kernel(
 
     of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
     of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
-    of_rows = of_a
-    of_columns = of_b
+    of_step_a = of_a
+    of_step_b = of_b
     if HAS_GROUPS:
         lane_row = gl.minimum(gl.arange(0, ROWS, layout=THREADS), num_rows - 1)
-        of_rows += lane_row.to(gl.int64) * stride_scale_a_row
-        of_columns += (column // 128).to(gl.int64) * stride_scale_b_column
-        of_columns += gl.zeros([COPIES], gl.int32, THREADS)
+        of_step_a += first_step.to(gl.int64) * stride_scale_a_group
+        of_step_a += lane_row.to(gl.int64) * stride_scale_a_row
+        of_step_b += first_step.to(gl.int64) * stride_scale_b_group
+        of_step_b += (column // 128).to(gl.int64) * stride_scale_b_column
+        of_step_b += gl.zeros([COPIES], gl.int32, THREADS)
     for step in range(gl.minimum(num_steps, STAGES)):
         _fetch(
-            a, b, factors_a, factors_b, full, a_desc, b_desc, of_rows, of_columns,
-            stride_scale_a_group, stride_scale_b_group, matrix, column, first_step + step, step,
-            HAS_GROUPS,
+            a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix, column,
+            first_step + step, step, HAS_GROUPS,
         )  # fmt: skip
+        if HAS_GROUPS:
+            of_step_a += stride_scale_a_group
+            of_step_b += stride_scale_b_group
 
     # what the end wants is under way while products are made
     row = gl.arange(0, ROWS, layout=OF_ROW)
@@ -165,9 +169,8 @@ def scaled_mm_few_kernel(
             if step + STAGES < num_steps:
                 thread_barrier()  # all have read the stage
                 _fetch(
-                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_rows, of_columns,
-                    stride_scale_a_group, stride_scale_b_group, matrix, column,
-                    first_step + step + STAGES, stage, HAS_GROUPS,
+                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix,
+                    column, first_step + step + STAGES, stage, HAS_GROUPS,
                 )  # fmt: skip
             stage, phase = next_stage(stage, phase, STAGES)
     else:
@@ -185,16 +188,20 @@ def scaled_mm_few_kernel(
             if step < num_steps:
                 thread_barrier()  # all have read both stages
                 _fetch(
-                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_rows, of_columns,
-                    stride_scale_a_group, stride_scale_b_group, matrix, column, first_step + step,
-                    stage, HAS_GROUPS,
+                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix,
+                    column, first_step + step, stage, HAS_GROUPS,
                 )  # fmt: skip
-            if step + 1 < num_steps:
-                _fetch(
-                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_rows, of_columns,
-                    stride_scale_a_group, stride_scale_b_group, matrix, column,
-                    first_step + step + 1, stage_2, HAS_GROUPS,
-                )  # fmt: skip
+                if HAS_GROUPS:
+                    of_step_a += stride_scale_a_group
+                    of_step_b += stride_scale_b_group
+                if step + 1 < num_steps:
+                    _fetch(
+                        a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b,
+                        matrix, column, first_step + step + 1, stage_2, HAS_GROUPS,
+                    )  # fmt: skip
+                    if HAS_GROUPS:
+                        of_step_a += stride_scale_a_group
+                        of_step_b += stride_scale_b_group
             stage, phase = next_stage(stage_2, phase_2, STAGES)
         if num_steps % 2 == 1:
             part = _begin(acc, a, b, full, stage, phase)
