@@ -301,8 +301,9 @@ def _hopper_weight_only_yields_call(call: WeightOnlyCall) -> str | None:
 
     On 132 SMs: with N below 2112 half of those are idle, with N above 8448 some have a second
     program when others are done. By microseconds of 1, 8 and 16 rows on an H200, hopper's and
-    triton's: 4096 x 11008 14.6, 14.1, 16.1 and 15.6, 16.7, 17.8; 8192 x 8192 17.2, 16.5, 19.3 and
-    18.6, 19.3, 20.9.
+    triton's: 4096 x 11008 in 4 bits 13.2, 13.2, 15.0 and 15.8, 16.6, 17.8, in 8 bits 18.5, 17.8,
+    17.6 and 17.9, 18.5, 19.4; 8192 x 8192 16.2, 15.3, 16.9 and 18.6, 19.7, 21.1, and 22.0, 21.6,
+    22.1 and 22.9, 23.3, 24.8.
     """
     if call.num_rows <= 16 and not 2112 <= call.num_columns <= 8448:
         return f"is no faster up to 16 rows but for N from 2112 to 8448, got {call.num_columns}"
