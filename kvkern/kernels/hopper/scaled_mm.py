@@ -153,26 +153,15 @@ def _place(turn, shape, ORDER: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    a,
-    b,
-    factors_a,
-    factors_b,
-    full,
-    empty,
-    a_desc,
-    b_desc,
-    scale_a_ptr,
-    scale_b_ptr,
-    shape,
-    strides,
-    HAS_GROUPS: gl.constexpr,
-    IS_COLUMN_MAJOR: gl.constexpr,
-    ORDER: gl.constexpr,
-):
+    ring, a_desc, b_desc, scales, shape, strides, HAS_GROUPS: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
     """The warp that fills the ring; scales of a step come beside its operands.
 
     Where a is kept its steps have a place each, and are there still for the next tile of its rows.
     """
+    a, b, factors_a, factors_b, full, empty = ring
+    scale_a_ptr, scale_b_ptr, _ = scales
     STAGES: gl.constexpr = b.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
     BLOCK_N: gl.constexpr = b.shape[2]
@@ -181,7 +170,7 @@ def _fetch(
     OF_A: gl.constexpr = a_desc.block_type.nbytes + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
     OF_B: gl.constexpr = b_desc.block_type.nbytes
     num_rows, _, _, _, _ = shape
-    a_matrix, a_row, a_group, b_matrix, b_group, b_column = strides
+    a_matrix, a_row, a_group, b_matrix, b_group, b_column, _ = strides
     stage = 0
     phase = 1
     matrix_before = -1
@@ -228,10 +217,10 @@ def _fetch(
 
 @gluon.jit
 def _sum_in_tensor_core(
-    acc, acc_2, a, b, full, empty, num_steps, stage, phase, WHICH: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
+    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
+):
     """Products of all steps into the accumulators; a step is let go when the next is under way."""
+    a, b, _, _, full, empty = ring
     STAGES: gl.constexpr = b.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
     COLUMNS: gl.constexpr = acc.shape[1]
@@ -264,10 +253,10 @@ def _sum_in_tensor_core(
 
 @gluon.jit
 def _sum_in_registers(
-    acc, acc_2, a, b, full, empty, num_steps, stage, phase, WHICH: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
+    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
+):
     """The product of each step, of twice 64 rows, added in fp32."""
+    a, b, _, _, full, empty = ring
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
@@ -290,19 +279,7 @@ def _sum_in_registers(
 
 @gluon.jit
 def _sum_of_groups(
-    acc,
-    acc_2,
-    a,
-    b,
-    factors_a,
-    factors_b,
-    full,
-    empty,
-    num_steps,
-    stage,
-    phase,
-    WHICH: gl.constexpr,
-    ORDER: gl.constexpr,
+    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
     """The product of each step, of twice 64 rows, times its scales, added in fp32.
 
@@ -310,6 +287,7 @@ def _sum_of_groups(
     lies between products: so the next step is awaited under the last product of a step, and its
     scales, loaded before its first product, are multiplied after that.
     """
+    a, b, factors_a, factors_b, full, empty = ring
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -346,31 +324,18 @@ def _sum_of_groups(
 
 @gluon.jit
 def _sum_in_pairs(
-    acc,
-    a,
-    b,
-    factors_a,
-    factors_b,
-    full,
-    empty,
-    num_steps,
-    stage,
-    phase,
-    WHICH: gl.constexpr,
-    HAS_GROUPS: gl.constexpr,
+    acc, ring, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
-):
+):  # fmt: skip
     """The same of once 64 rows, with scales or without: two steps' products are under way."""
+    _, b, _, _, _, empty = ring
     STAGES: gl.constexpr = b.shape[0]
     for pair in range(num_steps // 2):
-        part, scale = _begin_step(
-            acc, a, b, factors_a, factors_b, full, stage, phase, 2 * pair, WHICH, HAS_GROUPS, ORDER
-        )
+        part, scale = _begin_step(acc, ring, stage, phase, 2 * pair, WHICH, HAS_GROUPS, ORDER)
         stage_2, phase_2 = next_stage(stage, phase, STAGES)
         part_2, scale_2 = _begin_step(
-            acc, a, b, factors_a, factors_b, full, stage_2, phase_2, 2 * pair + 1, WHICH,
-            HAS_GROUPS, ORDER,
-        )  # fmt: skip
+            acc, ring, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
+        )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
         acc = _add(acc, part, scale, HAS_GROUPS)
         part_2 = warpgroup_mma_wait(0, deps=(part_2,))
@@ -379,10 +344,7 @@ def _sum_in_pairs(
         acc = _add(acc, part_2, scale_2, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
     if num_steps % 2 == 1:
-        part, scale = _begin_step(
-            acc, a, b, factors_a, factors_b, full, stage, phase, num_steps - 1, WHICH, HAS_GROUPS,
-            ORDER,
-        )  # fmt: skip
+        part, scale = _begin_step(acc, ring, stage, phase, num_steps - 1, WHICH, HAS_GROUPS, ORDER)
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
@@ -392,10 +354,11 @@ def _sum_in_pairs(
 
 @gluon.jit
 def _begin_step(
-    acc, a, b, factors_a, factors_b, full, stage, phase, step, WHICH: gl.constexpr,
-    HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
+    acc, ring, stage, phase, step, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
+    a, b, factors_a, factors_b, full, _ = ring
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     place = step if ORDER.kept else stage
@@ -443,32 +406,14 @@ def _columns_of(b, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    which: gl.constexpr,
-    a,
-    b,
-    staged,
-    of_columns,
-    factors_a,
-    factors_b,
-    full,
-    empty,
-    out_desc,
-    scale_a_ptr,
-    scale_b_ptr,
-    bias_ptr,
-    shape,
-    strides,
-    stride_bias,
-    HAS_GROUPS: gl.constexpr,
-    HAS_COLUMN_SCALES: gl.constexpr,
-    IS_EXACT: gl.constexpr,
-    ORDER: gl.constexpr,
-):
+    which: gl.constexpr, ring, ends, scales, shape, strides, HAS_GROUPS: gl.constexpr,
+    HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
     """A warpgroup: one or two times 64 rows of each tile, or half of the columns of 64."""
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
     COLUMNS: gl.constexpr = BLOCK_N - _first_column(ORDER.groups - 1, ORDER)
-    num_rows, num_columns, _, num_matrices, _ = shape
+    _, num_columns, _, num_matrices, _ = shape
     stage = 0
     phase = 0
     for turn in range(_num_rounds(shape, ORDER)):
@@ -478,63 +423,36 @@ def _multiply(
         num_steps = end_step - first_step
         if ORDER.has_narrow and n == num_columns // BLOCK_N:
             stage, phase = _make_tile(
-                a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc, scale_a_ptr,
-                scale_b_ptr, bias_ptr, num_rows, num_columns, strides, stride_bias, matrix, into,
-                row, n, num_steps, stage, phase, which, BLOCK_N // 2, HAS_GROUPS,
-                HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
+                which, BLOCK_N // 2, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
         else:
             stage, phase = _make_tile(
-                a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc, scale_a_ptr,
-                scale_b_ptr, bias_ptr, num_rows, num_columns, strides, stride_bias, matrix, into,
-                row, n, num_steps, stage, phase, which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES,
-                IS_EXACT, ORDER,
+                ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
+                which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
 def _make_tile(
-    a,
-    b,
-    staged,
-    of_columns,
-    factors_a,
-    factors_b,
-    full,
-    empty,
-    out_desc,
-    scale_a_ptr,
-    scale_b_ptr,
-    bias_ptr,
-    num_rows,
-    num_columns,
-    strides,
-    stride_bias,
-    matrix,
-    into,
-    row,
-    n,
-    num_steps,
-    stage,
-    phase,
-    which: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    HAS_GROUPS: gl.constexpr,
-    HAS_COLUMN_SCALES: gl.constexpr,
-    IS_EXACT: gl.constexpr,
-    ORDER: gl.constexpr,
-):
+    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
+    which: gl.constexpr, COLUMNS: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
     """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
-    BLOCK_M: gl.constexpr = a.shape[2]
-    BLOCK_N: gl.constexpr = b.shape[2]
+    staged, of_columns, _ = ends
+    scale_a_ptr, scale_b_ptr, bias_ptr = scales
+    num_rows, num_columns, _, _, _ = shape
+    a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
+    BLOCK_M: gl.constexpr = ORDER.rows
+    BLOCK_N: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     FIRST_COLUMN: gl.constexpr = _first_column(which, ORDER)
     HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
-    a_matrix, a_row, _, b_matrix, _, b_column = strides
     # what the end of a tile wants is under way while its products are made
     column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
     if not HAS_GROUPS:
@@ -557,21 +475,19 @@ def _make_tile(
     acc_2 = gl.zeros([_WAVE, COLUMNS if HAS_TWO else 8], gl.float32, LAYOUT)
     if (HAS_GROUPS or IS_EXACT) and not HAS_TWO:
         acc, stage, phase = _sum_in_pairs(
-            acc, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, which,
-            HAS_GROUPS, ORDER,
-        )  # fmt: skip
+            acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
+        )
     elif HAS_GROUPS:
         acc, acc_2, stage, phase = _sum_of_groups(
-            acc, acc_2, a, b, factors_a, factors_b, full, empty, num_steps, stage, phase, which,
-            ORDER,
-        )  # fmt: skip
+            acc, acc_2, ring, num_steps, stage, phase, which, ORDER
+        )
     elif IS_EXACT:
         acc, acc_2, stage, phase = _sum_in_registers(
-            acc, acc_2, a, b, full, empty, num_steps, stage, phase, which, ORDER
+            acc, acc_2, ring, num_steps, stage, phase, which, ORDER
         )
     else:
         acc, acc_2, stage, phase = _sum_in_tensor_core(
-            acc, acc_2, a, b, full, empty, num_steps, stage, phase, which, ORDER
+            acc, acc_2, ring, num_steps, stage, phase, which, ORDER
         )
 
     if not HAS_GROUPS:
@@ -583,12 +499,12 @@ def _make_tile(
     if HAS_BIAS:
         of_columns.index(2 * which + 1).store(bias)
     _store(
-        acc, staged, of_columns, out_desc, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES,
+        acc, ends, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES,
         HAS_COLUMN_SCALES, HAS_BIAS,
     )  # fmt: skip
     if HAS_TWO:
         _store(
-            acc_2, staged, of_columns, out_desc, into, row + _WAVE, n * BLOCK_N, which,
+            acc_2, ends, into, row + _WAVE, n * BLOCK_N, which,
             COLUMNS // staged.shape[3], 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS,
         )  # fmt: skip
     return stage, phase
@@ -602,34 +518,26 @@ def _load_of_rows(of_a, row, num_rows, stride, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _store(
-    acc,
-    staged,
-    of_columns,  # scales and bias, of each warpgroup
-    out_desc,
-    into,
-    row,
-    column,
-    WHICH: gl.constexpr,
+    acc, ends, into, row, column, WHICH: gl.constexpr,
     NUMBER: gl.constexpr,  # of boxes of the tile before
     OFFSET: gl.constexpr,  # of the first column in the tile
-    BOXES: gl.constexpr,
-    HAS_COLUMN_SCALES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):
+    BOXES: gl.constexpr, HAS_COLUMN_SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
     """Scale columns, add the bias, round and store, by as many columns as a box has.
 
     A warpgroup's boxes take turns in what it has of ``staged``; of a tile they are a multiple.
     """
+    staged, of_columns, out_desc = ends
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     if COLUMNS > staged.shape[3]:
         left, right = acc.reshape([_WAVE, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
         _store(
-            left, staged, of_columns, out_desc, into, row, column, WHICH, NUMBER, OFFSET, BOXES,
+            left, ends, into, row, column, WHICH, NUMBER, OFFSET, BOXES,
             HAS_COLUMN_SCALES, HAS_BIAS,
         )  # fmt: skip
         _store(
-            right, staged, of_columns, out_desc, into, row, column, WHICH,
+            right, ends, into, row, column, WHICH,
             NUMBER + COLUMNS // 2 // staged.shape[3], OFFSET + COLUMNS // 2, BOXES,
             HAS_COLUMN_SCALES, HAS_BIAS,
         )  # fmt: skip
@@ -705,24 +613,25 @@ def _scaled_mm_kernel(
     shape = (num_rows, num_columns, depth, num_matrices, num_splits)
     strides = (
         stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
-        stride_scale_b_group, stride_scale_b_column,
+        stride_scale_b_group, stride_scale_b_column, stride_bias,
     )  # fmt: skip
+    ring = (a, b, factors_a, factors_b, full, empty)
+    ends = (staged, of_columns, out_desc)  # what the end of a tile is made in, and goes to
+    scales = (scale_a_ptr, scale_b_ptr, bias_ptr)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc,
-                    scale_a_ptr, scale_b_ptr, bias_ptr, shape, strides, stride_bias, HAS_GROUPS,
-                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                    0, ring, ends, scales, shape, strides, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
+                    ORDER,
                 )),
                 (_multiply, (
-                    1, a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc,
-                    scale_a_ptr, scale_b_ptr, bias_ptr, shape, strides, stride_bias, HAS_GROUPS,
-                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                    1, ring, ends, scales, shape, strides, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
+                    ORDER,
                 )),
                 (_fetch, (
-                    a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr,
-                    scale_b_ptr, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
+                    ring, a_desc, b_desc, scales, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR,
+                    ORDER,
                 )),
             ],
             [4, 1],
@@ -732,13 +641,12 @@ def _scaled_mm_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, a, b, staged, of_columns, factors_a, factors_b, full, empty, out_desc,
-                    scale_a_ptr, scale_b_ptr, bias_ptr, shape, strides, stride_bias, HAS_GROUPS,
-                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                    0, ring, ends, scales, shape, strides, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
+                    ORDER,
                 )),
                 (_fetch, (
-                    a, b, factors_a, factors_b, full, empty, a_desc, b_desc, scale_a_ptr,
-                    scale_b_ptr, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
+                    ring, a_desc, b_desc, scales, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR,
+                    ORDER,
                 )),
             ],
             [1],
@@ -1090,7 +998,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),
         ("groups", 128, 24576, 1536, {"of_groups": "row"}),
         ("fast", 128, 7168, 16384, {"has_bias": True}),
-        ("exact", 128, 7168, 16384, {"is_exact": True, "dtype": fp32}),
+        ("exact-long", 128, 7168, 16384, {"is_exact": True, "dtype": fp32}),
         ("groups", 64, 24576, 1536, {"of_groups": "row"}),
         ("exact", 64, 24576, 1536, {"is_exact": True}),
         ("groups-long", 64, 7168, 16384, {"of_groups": "row"}),
