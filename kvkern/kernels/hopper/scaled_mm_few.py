@@ -36,11 +36,10 @@ OF_A_STEP = [
 
 
 @gluon.jit
-def _fetch(
-    a, b, factors_a, factors_b, full, a_desc, b_desc, of_a, of_b, matrix, column, step, stage,
-    HAS_GROUPS: gl.constexpr,
-):  # fmt: skip
-    """A step's operands, and its scales beside them."""
+def _fetch(ring, place, of_a, of_b, strides, step, stage, HAS_GROUPS: gl.constexpr):
+    """A step's operands, and its scales beside them. Where those of the next step are."""
+    a, b, factors_a, factors_b, full = ring
+    a_desc, b_desc, matrix, column = place
     bar = full.index(stage)
     mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
     load_tile(b_desc, [matrix, column, step * BLOCK_K], bar, b.index(stage))
@@ -49,11 +48,15 @@ def _fetch(
         copy_values(factors_a.index(stage), of_a)
         copy_values(factors_b.index(stage), of_b)
         async_copy.mbarrier_arrive(bar, increment_count=False)
+        of_a += strides[0]
+        of_b += strides[1]
+    return of_a, of_b
 
 
 @gluon.jit
-def _begin(acc, a, b, full, stage, phase):
+def _begin(acc, ring, stage, phase):
     """A step's product, under way."""
+    a, b, _, _, full = ring
     ACC: gl.constexpr = acc.type.layout
     mbarrier.wait(full.index(stage), phase)
     rows = as_matrix(a.index(stage)).permute((1, 0))
@@ -62,8 +65,9 @@ def _begin(acc, a, b, full, stage, phase):
 
 
 @gluon.jit
-def _scale(factors_a, factors_b, stage, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr):
+def _scale(ring, stage, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr):
     """What that product is multiplied by."""
+    _, _, factors_a, factors_b, _ = ring
     if HAS_GROUPS:
         of_rows = factors_a.index(stage).load(gl.SliceLayout(0, ACC))
         of_columns = factors_b.index(stage).slice(0, 1).load(gl.SliceLayout(1, ACC))
@@ -135,14 +139,13 @@ def scaled_mm_few_kernel(
         of_step_b += first_step.to(gl.int64) * stride_scale_b_group
         of_step_b += (column // 128).to(gl.int64) * stride_scale_b_column
         of_step_b += gl.zeros([COPIES], gl.int32, THREADS)
+    ring = (a, b, factors_a, factors_b, full)
+    place = (a_desc, b_desc, matrix, column)
+    strides = (stride_scale_a_group, stride_scale_b_group)
     for step in range(gl.minimum(num_steps, STAGES)):
-        _fetch(
-            a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix, column,
-            first_step + step, step, HAS_GROUPS,
-        )  # fmt: skip
-        if HAS_GROUPS:
-            of_step_a += stride_scale_a_group
-            of_step_b += stride_scale_b_group
+        of_step_a, of_step_b = _fetch(
+            ring, place, of_step_a, of_step_b, strides, first_step + step, step, HAS_GROUPS
+        )
 
     # what the end wants is under way while products are made
     row = gl.arange(0, ROWS, layout=OF_ROW)
@@ -168,44 +171,35 @@ def scaled_mm_few_kernel(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             if step + STAGES < num_steps:
                 thread_barrier()  # all have read the stage
-                _fetch(
-                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix,
-                    column, first_step + step + STAGES, stage, HAS_GROUPS,
-                )  # fmt: skip
+                step += first_step + STAGES
+                _fetch(ring, place, of_a, of_b, strides, step, stage, HAS_GROUPS)
             stage, phase = next_stage(stage, phase, STAGES)
     else:
         for pair in range(num_steps // 2):  # the second step's product is made under the first sum
-            part = _begin(acc, a, b, full, stage, phase)
+            part = _begin(acc, ring, stage, phase)
             stage_2, phase_2 = next_stage(stage, phase, STAGES)
-            part_2 = _begin(acc, a, b, full, stage_2, phase_2)
-            scale = _scale(factors_a, factors_b, stage, ACC, HAS_GROUPS)
+            part_2 = _begin(acc, ring, stage_2, phase_2)
+            scale = _scale(ring, stage, ACC, HAS_GROUPS)
             part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
             acc = pin(acc + part * scale)
-            scale = _scale(factors_a, factors_b, stage_2, ACC, HAS_GROUPS)
+            scale = _scale(ring, stage_2, ACC, HAS_GROUPS)
             part_2 = warpgroup_mma_wait(0, deps=(part_2,))
             acc = pin(acc + part_2 * scale)
             step = 2 * pair + STAGES
             if step < num_steps:
                 thread_barrier()  # all have read both stages
-                _fetch(
-                    a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b, matrix,
-                    column, first_step + step, stage, HAS_GROUPS,
-                )  # fmt: skip
-                if HAS_GROUPS:
-                    of_step_a += stride_scale_a_group
-                    of_step_b += stride_scale_b_group
+                of_step_a, of_step_b = _fetch(
+                    ring, place, of_step_a, of_step_b, strides, first_step + step, stage, HAS_GROUPS
+                )
                 if step + 1 < num_steps:
-                    _fetch(
-                        a, b, factors_a, factors_b, full, a_desc, b_desc, of_step_a, of_step_b,
-                        matrix, column, first_step + step + 1, stage_2, HAS_GROUPS,
-                    )  # fmt: skip
-                    if HAS_GROUPS:
-                        of_step_a += stride_scale_a_group
-                        of_step_b += stride_scale_b_group
+                    step += first_step + 1
+                    of_step_a, of_step_b = _fetch(
+                        ring, place, of_step_a, of_step_b, strides, step, stage_2, HAS_GROUPS
+                    )
             stage, phase = next_stage(stage_2, phase_2, STAGES)
         if num_steps % 2 == 1:
-            part = _begin(acc, a, b, full, stage, phase)
-            scale = _scale(factors_a, factors_b, stage, ACC, HAS_GROUPS)
+            part = _begin(acc, ring, stage, phase)
+            scale = _scale(ring, stage, ACC, HAS_GROUPS)
             part = warpgroup_mma_wait(0, deps=(part,))
             acc += part * scale
 
