@@ -11,17 +11,22 @@ PART: gl.constexpr = gl.constexpr(64)  # columns of x in a box: two planes of wo
 
 
 @gluon.constexpr_function
+def _doublings(first, end):
+    """``first`` and what is twice as much each time, below ``end``: bases of a layout's dim."""
+    found = []
+    while first < end:
+        found.append(first)
+        first *= 2
+    return found
+
+
+@gluon.constexpr_function
 def words_layout(rows, warps):
     """An MMA's rows, of which a lane's follow one another by 2: so no two meet in a bank."""
-    warp_bases = []
-    while 2 ** len(warp_bases) < warps:
-        warp_bases.append([16 * 2 ** len(warp_bases), 0])
     reg_bases = [[0, 1], [8, 0], [0, 8], [0, 16]]
-    row = 16 * warps
-    while row < rows:
-        reg_bases.append([row, 0])
-        row *= 2
+    reg_bases += [[row, 0] for row in _doublings(16 * warps, rows)]
     lane_bases = [[0, 2], [0, 4], [2, 0], [4, 0], [1, 0]]
+    warp_bases = [[row, 0] for row in _doublings(16, 16 * warps)]
     return gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], [rows, 32])
 
 
@@ -123,19 +128,10 @@ def step_words_layout(chunks, rows, warps):
     other, twice: which is where an MMA has them does not matter, if tokens have them there too.
     """
     reg_bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]]
+    reg_bases += [[0, row, 0] for row in _doublings(16 * warps, rows)]
     lane_bases = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warp_bases = []
-    row = 16
-    while row < 16 * warps:
-        warp_bases.append([0, row, 0])
-        row *= 2
-    while row < rows:
-        reg_bases.append([0, row, 0])
-        row *= 2
-    chunk = 1
-    while chunk < chunks:
-        warp_bases.append([chunk, 0, 0])
-        chunk *= 2
+    warp_bases = [[0, row, 0] for row in _doublings(16, 16 * warps)]
+    warp_bases += [[chunk, 0, 0] for chunk in _doublings(1, chunks)]
     return gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], [chunks, rows, 32])
 
 
@@ -176,23 +172,12 @@ def step_tokens_layout(parts, chunks, rows, warps):
     Lanes next to each other have rows that are not in the same banks; see ``stored_token``.
     """
     reg_bases = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 32]]
+    reg_bases += [[0, 0, row, 0] for row in _doublings(8, rows)]
+    reg_bases += [[part, 0, 0, 0] for part in _doublings(1, parts)]
     lane_bases = [[0, 0, 0, 8], [0, 0, 0, 16]]
     lane_bases += [[0, 0, row if rows > 1 else 0, 0] for row in (4, 1, 2)]
-    if rows == 16:
-        reg_bases.append([0, 0, 8, 0])
-    part = 1
-    while part < parts:
-        reg_bases.append([part, 0, 0, 0])
-        part *= 2
-    warp_bases = []
-    warp = 1
-    while warp < warps:
-        warp_bases.append([0, 0, 0, 0])
-        warp *= 2
-    chunk = 1
-    while chunk < chunks:
-        warp_bases.append([0, chunk, 0, 0])
-        chunk *= 2
+    warp_bases = [[0, 0, 0, 0] for _ in _doublings(1, warps)]  # each has all of its chunk's
+    warp_bases += [[0, chunk, 0, 0] for chunk in _doublings(1, chunks)]
     shape = [parts, chunks, rows, 64]
     return gl.DistributedLinearLayout(reg_bases, lane_bases, warp_bases, [], shape)
 

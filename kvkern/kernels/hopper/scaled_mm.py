@@ -412,7 +412,7 @@ def _multiply(
     """A warpgroup: one or two times 64 rows of each tile, or half of the columns of 64."""
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
-    COLUMNS: gl.constexpr = BLOCK_N - _first_column(ORDER.groups - 1, ORDER)
+    COLUMNS: gl.constexpr = BLOCK_N // ORDER.groups if BLOCK_M == _WAVE else BLOCK_N
     _, num_columns, _, num_matrices, _ = shape
     stage = 0
     phase = 0
