@@ -550,6 +550,30 @@ def test_rows_that_stay_where_sums_are_short(m, n, of_matrices, k, scaling, accu
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS[:2], ids=" x ".join)
+@pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "of_matrices"),  # of 132 programs each has 1 or 2, 7 or 8, 5 tiles
+    [(512, 4608, 1040, 1), (1000, 16520, 128, 1), (1500, 2304, 768, 3)],
+)
+def test_warpgroups_that_take_turns(m, n, k, of_matrices, out_dtype, scaling):
+    from kvkern.kernels.hopper.scaled_mm import choose_tiles
+
+    tiles = choose_tiles(m, n, k, of_matrices, sums_in_tensor_core=True, num_sms=132)
+    assert tiles.has_turns
+    lead = (of_matrices,) if of_matrices > 1 else ()
+    a, b = operands(m, n, k, scaling, device="cuda", lead=lead)
+    bias = torch.randn(n, device="cuda")
+    options = {"bias": bias, "accumulation": "fast", "out_dtype": out_dtype}
+    result = multiply(a, b, "hopper", **options)
+    exact = a.real @ b.real.mT + bias
+    of_rows = (result.double() - exact).square().mean(-1) / exact.square().mean(-1)
+    assert of_rows.max().sqrt() < (4e-3 if out_dtype == BF16 else 1e-3)
+    for _ in range(3):
+        assert torch.equal(multiply(a, b, "hopper", **options), result)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])
 @pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
 @pytest.mark.parametrize("n", [2112, 2056])  # 64 and 8 columns are left

@@ -59,18 +59,25 @@ class _Order(NamedTuple):
     has_splits: bool
     has_matrices: bool
     groups: int  # of warps that multiply: of 64 rows one or two, which then share the columns
+    has_turns: bool  # a warpgroup makes every other tile alone
 
 
 @gluon.constexpr_function
 def _first_row(which, order):
     """Of a warpgroup in a tile, whose rows are shared out if there are more than 64."""
-    return which * order.rows // 2 if order.rows > 64 else 0
+    return which * order.rows // 2 if order.rows > 64 and not order.has_turns else 0
 
 
 @gluon.constexpr_function
 def _first_column(which, order):
     """The same of columns, which two warpgroups share out of 64 rows."""
     return which * order.columns // 2 if order.rows == 64 else 0
+
+
+@gluon.constexpr_function
+def _has_two(order):
+    """Whether a warpgroup has twice the 64 rows that wgmma takes."""
+    return order.rows == (128 if order.has_turns else 256)
 
 
 @gluon.jit
@@ -160,7 +167,7 @@ def _fetch(
 
     Where a is kept its steps have a place each, and are there still for the next tile of its rows.
     """
-    a, b, factors_a, factors_b, full, empty = ring
+    a, b, factors_a, factors_b, full, empty, _ = ring
     scale_a_ptr, scale_b_ptr, _ = scales
     STAGES: gl.constexpr = b.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
@@ -220,11 +227,10 @@ def _sum_in_tensor_core(
     acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
     """Products of all steps into the accumulators; a step is let go when the next is under way."""
-    a, b, _, _, full, empty = ring
+    a, b, _, _, full, empty, turns = ring
     STAGES: gl.constexpr = b.shape[0]
-    BLOCK_M: gl.constexpr = a.shape[2]
     COLUMNS: gl.constexpr = acc.shape[1]
-    HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
+    HAS_TWO: gl.constexpr = _has_two(ORDER)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     FIRST_COLUMN: gl.constexpr = _first_column(WHICH, ORDER)
     for step in range(num_steps):
@@ -242,6 +248,8 @@ def _sum_in_tensor_core(
         last = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
         stage, phase = next_stage(stage, phase, STAGES)
+    if ORDER.has_turns:
+        mbarrier.arrive(turns.index(1 - WHICH), count=1)
     if HAS_TWO:
         acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
     else:
@@ -256,7 +264,7 @@ def _sum_in_registers(
     acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
     """The product of each step, of twice 64 rows, added in fp32."""
-    a, b, _, _, full, empty = ring
+    a, b, _, _, full, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
@@ -287,7 +295,7 @@ def _sum_of_groups(
     lies between products: so the next step is awaited under the last product of a step, and its
     scales, loaded before its first product, are multiplied after that.
     """
-    a, b, factors_a, factors_b, full, empty = ring
+    a, b, factors_a, factors_b, full, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -328,7 +336,7 @@ def _sum_in_pairs(
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """The same of once 64 rows, with scales or without: two steps' products are under way."""
-    _, b, _, _, _, empty = ring
+    _, b, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
     for pair in range(num_steps // 2):
         part, scale = _begin_step(acc, ring, stage, phase, 2 * pair, WHICH, HAS_GROUPS, ORDER)
@@ -358,7 +366,7 @@ def _begin_step(
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
-    a, b, factors_a, factors_b, full, _ = ring
+    a, b, factors_a, factors_b, full, _, _ = ring
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     place = step if ORDER.kept else stage
@@ -409,18 +417,29 @@ def _multiply(
     which: gl.constexpr, ring, ends, scales, shape, strides, HAS_GROUPS: gl.constexpr,
     HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: one or two times 64 rows of each tile, or half of the columns of 64."""
+    """A warpgroup: one or two times 64 rows of each tile, or half of the columns of 64.
+
+    Where they take turns the ring has steps of one tile after the other's, so that one multiplies
+    while the other stores; the first product of a tile is begun when the last of the other's is.
+    """
+    _, b, _, _, _, _, turns = ring
+    STAGES: gl.constexpr = b.shape[0]
+    EVERY: gl.constexpr = 2 if ORDER.has_turns else 1
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
     COLUMNS: gl.constexpr = BLOCK_N // ORDER.groups if BLOCK_M == _WAVE else BLOCK_N
     _, num_columns, _, num_matrices, _ = shape
     stage = 0
     phase = 0
-    for turn in range(_num_rounds(shape, ORDER)):
+    for turn in range(which % EVERY, _num_rounds(shape, ORDER), EVERY):
         matrix, m, n, split, first_step, end_step = _place(turn, shape, ORDER)
         row = m * BLOCK_M + _first_row(which, ORDER)
         into = split * num_matrices + matrix
         num_steps = end_step - first_step
+        if ORDER.has_turns:  # the other's steps have gone by
+            stage = turn * num_steps % STAGES
+            phase = turn * num_steps // STAGES % 2
+            mbarrier.wait(turns.index(which), (turn // 2 + 1 - which) % 2)
         if ORDER.has_narrow and n == num_columns // BLOCK_N:
             stage, phase = _make_tile(
                 ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
@@ -445,12 +464,11 @@ def _make_tile(
     scale_a_ptr, scale_b_ptr, bias_ptr = scales
     num_rows, num_columns, _, _, _ = shape
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
-    BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     FIRST_COLUMN: gl.constexpr = _first_column(which, ORDER)
-    HAS_TWO: gl.constexpr = BLOCK_M == 4 * _WAVE
+    HAS_TWO: gl.constexpr = _has_two(ORDER)
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
     # what the end of a tile wants is under way while its products are made
@@ -607,7 +625,8 @@ def _scaled_mm_kernel(
     factors_b = gl.allocate_shared_memory(gl.float32, [STAGES if HAS_GROUPS else 1, _WAVE], FLAT)
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     full = make_barriers(STAGES, 33 if BY_LANES else 1)  # lanes of the warp, and the TMA
-    empty = make_barriers(STAGES, GROUPS)
+    empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
+    turns = make_barriers(2, 1) if ORDER.has_turns else empty
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
     shape = (num_rows, num_columns, depth, num_matrices, num_splits)
@@ -615,7 +634,7 @@ def _scaled_mm_kernel(
         stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
         stride_scale_b_group, stride_scale_b_column, stride_bias,
     )  # fmt: skip
-    ring = (a, b, factors_a, factors_b, full, empty)
+    ring = (a, b, factors_a, factors_b, full, empty, turns)
     ends = (staged, of_columns, out_desc)  # what the end of a tile is made in, and goes to
     scales = (scale_a_ptr, scale_b_ptr, bias_ptr)
     if GROUPS == 2:
@@ -663,6 +682,7 @@ class Tiles(NamedTuple):
     stages: int
     is_few: bool = False  # whether ``scaled_mm_few`` has a kernel for it
     kept: int = 0  # steps of a that stay in shared memory from tile to tile: all, or none
+    has_turns: bool = False  # whether a warpgroup makes every other tile alone
 
 
 _SHARED_BYTES = 232_448
@@ -677,6 +697,7 @@ _STEP_NS = {
         (256, 128): 690,
     },
 }  # fmt: skip
+_STEP_NS_IN_TURNS = 350  # of 128 x 128
 
 
 def choose_tiles(
@@ -692,8 +713,10 @@ def choose_tiles(
     """What takes the busiest SM the least time.
 
     A thread holds a large tile's sums, and the product of a step beside them unless the tensor core
-    sums: so it is 256 x 128 or 128 x 256. Where all of K takes no more room than a ring, programs
-    keep a's rows and take tile after tile of them.
+    sums: so it is 256 x 128 or 128 x 256. Where K is not long, what a tile's end takes counts for
+    more, which warpgroups hide that make 128 x 128 each in turns; they need a tensor core that one
+    of them keeps busy. Where all of K takes no more room than a ring, programs keep a's rows and
+    take tile after tile of them.
     """
     steps = triton.cdiv(depth, 128)
     if num_rows <= _WAVE.value:
@@ -715,6 +738,8 @@ def choose_tiles(
             count -= num_matrices * tiles_m / 2
         count *= num_splits
         of_step = _STEP_NS[sums_in_tensor_core][rows, columns]
+        if tile.has_turns:
+            of_step = _STEP_NS_IN_TURNS
         # or by what memory gives: with less of a beside b more of b is on its way
         of_b = columns * 128 / tiles_m / (3900 if rows == 64 else 3400)
         rounds, left = divmod(count, num_sms)
@@ -725,14 +750,16 @@ def choose_tiles(
         of_sum = 0.0
         if num_splits > 1:  # a launch, and parts that are written and read
             of_sum = 2800 + num_splits * num_matrices * num_rows * num_columns / 340
-        steps_of_part = triton.cdiv(steps, num_splits)
-        return float(steps_of_part * of_steps + math.ceil(count / num_sms) * of_end + of_sum)
+        num_ends = 1 if tile.has_turns else math.ceil(count / num_sms)  # that nothing hides
+        return float(triton.cdiv(steps, num_splits) * of_steps + num_ends * of_end + of_sum)
 
     shapes = [(256, 128), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
     if sums_in_tensor_core and steps > 8 and num_rows > 256:
         shapes.insert(0, (128, 256))
     splits = (1, 2, 4, 8) if can_split else (1,)
     tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
+    if sums_in_tensor_core and num_rows > 256:
+        tiles.append(Tiles(128, 128, 1, 0, has_turns=True))
     best = min(tiles, key=ns)
     most = 11 if sums_in_tensor_core or best.rows == 64 else 8
     stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), most)
@@ -794,7 +821,7 @@ def _has_narrow(num_columns: int, tiles: Tiles) -> bool:
 
 def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
     """Warpgroups that multiply; one has the registers for sums of 64 x 128, but not the time."""
-    is_one = tiles.rows == 64 and (tiles.columns == 64 or sums_in_tensor_core)
+    is_one = tiles.rows == 64 and (tiles.columns <= 64 or sums_in_tensor_core)
     return 1 if is_one else 2
 
 
@@ -802,9 +829,9 @@ def _boxes(
     num_columns: int, tiles: Tiles, itemsize: int, *, has_groups: bool, has_bias: bool
 ) -> int:
     """Two of a large tile if there is room, and a tile has a multiple."""
-    if max(tiles.rows, tiles.columns) < 256:
+    if max(tiles.rows, tiles.columns) < 256 and not tiles.has_turns:
         return 1
-    a_tile = tiles.rows * tiles.columns * itemsize // 128 // 128
+    a_tile = tiles.rows * tiles.columns * itemsize // (8192 if tiles.has_turns else 16384)
     if _has_narrow(num_columns, tiles):
         a_tile //= 2
     used = tiles.stages * (tiles.rows + tiles.columns) * 128 + 512
@@ -959,6 +986,7 @@ def _call(
         tiles.num_splits > 1,
         num_matrices > 1,
         _num_groups(tiles, sums_in_tensor_core=not is_exact and cell_a[1] == 0),
+        tiles.has_turns,
     )
     arguments["HAS_COLUMN_SCALES"] = cell_a[1] == 0 and scale_b.shape[2] > 1
     arguments["BOXES"] = _boxes(
