@@ -243,6 +243,8 @@ PRODUCTS |= {
     "triton, 8 experts": partial(multiply_many, scaled_mm.scaled_mm, 8, True),
     "triton, 160 experts": partial(multiply_many, scaled_mm.scaled_mm, 160, True),
     "triton, 16 matrices": partial(multiply_many, scaled_mm.scaled_mm, 16, False),
+    "hopper, 8 experts": partial(multiply_many, hopper_scaled_mm.scaled_mm, 8, True),
+    "hopper, 160 experts": partial(multiply_many, hopper_scaled_mm.scaled_mm, 160, True),
     "hopper, 16 matrices": partial(multiply_many, hopper_scaled_mm.scaled_mm, 16, False),
 }
 WEIGHT_ONLY = (
@@ -477,7 +479,7 @@ ON_CARD = {
     "matmul_w8a8": Step(product_w8a8, ("matmul_w8a8",)),
     "scaled_mm, fast": Step(lambda: product("auto", "row", "fast"), ("hopper.scaled_mm",)),
     "scaled_mm by Triton": Step(lambda: product("triton", "block", "exact"), ("scaled_mm",)),
-    "scaled_mm, grouped": Step(products_of_experts, ("scaled_mm",)),
+    "scaled_mm, grouped": Step(products_of_experts, ("hopper.scaled_mm",)),
     "scaled_mm, batched": Step(products_side_by_side, ("hopper.scaled_mm",)),
     "fused": Step(
         fused, ("rms_norm_quant_fp8", "silu_and_mul_quant_fp8", "quantize_fp8", "hopper.scaled_mm")

@@ -223,8 +223,8 @@ def _torch_matmul_refuses_call(call: MatmulCall) -> str | None:
 
 
 def _hopper_matmul_refuses_call(call: MatmulCall) -> str | None:
-    if call.is_grouped:
-        return "takes no row_offsets"
+    if call.is_grouped and not 0 < call.num_matrices <= 1024:
+        return f"takes 1 to 1024 experts, got {call.num_matrices}"
     if call.depth == 0:
         return "takes K > 0"
     if call.cell_b == (128, 1):

@@ -247,13 +247,13 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
     for num_rows, (num_columns, depth), num_matrices in itertools.product(
         [1, 16, 17, 64, 65, 128, 200, 4096], layers, [1, 16]
     ):
-        rows, columns, num_splits, stages, is_few, kept = hopper_scaled_mm.choose_tiles(
+        rows, columns, num_splits, stages, is_few, kept, has_turns = hopper_scaled_mm.choose_tiles(
             num_rows, num_columns, depth, num_matrices,
             sums_in_tensor_core=in_tensor_core, num_sms=132,
         )  # fmt: skip
         assert rows == 64 or num_rows > 64
         # a thread has at most 240 registers: a tile's sums, and beside them a product of 64 rows
-        groups = 1 if rows == 64 and (columns == 64 or in_tensor_core) else 2
+        groups = 1 if has_turns or (rows == 64 and (columns == 64 or in_tensor_core)) else 2
         sums = rows * columns / 128 / groups
         width = columns // groups if rows == 64 else columns
         assert sums + (0 if in_tensor_core else 64 * width / 128) <= 200
@@ -288,7 +288,32 @@ def test_hopper_products_keep_a_where_it_takes_no_more_room_than_in_a_ring():
     large = hopper_scaled_mm.choose_tiles(
         4096, 32768, 512, 1, sums_in_tensor_core=False, num_sms=132
     )
-    assert large == (256, 128, 1, 4, False, 4)
+    assert large == (256, 128, 1, 4, False, 4, False)
+
+
+def test_hopper_warpgroups_take_turns_where_ends_of_tiles_count():
+    """And one of them keeps the tensor core busy: it need not add products up."""
+    for in_tensor_core in (True, False):
+        for depth in (512, 1536, 16384):
+            tiles = hopper_scaled_mm.choose_tiles(
+                4096, 24576, depth, 1, sums_in_tensor_core=in_tensor_core, num_sms=132
+            )
+            assert tiles.has_turns == (in_tensor_core and depth < 16384)
+
+
+@pytest.mark.parametrize("in_tensor_core", [True, False])
+def test_hopper_tiles_of_experts_fit_an_sm_and_grow_with_their_rows(in_tensor_core):
+    rows_before = 64
+    for rows_of_expert in (1, 16, 64, 128, 256, 1024, 4096):
+        tiles = hopper_scaled_mm.choose_tiles_of_experts(
+            rows_of_expert, sums_in_tensor_core=in_tensor_core
+        )
+        assert tiles.rows >= rows_before and tiles.columns == 128 and tiles.num_splits == 1
+        assert not tiles.is_few and not tiles.kept
+        rows_before = tiles.rows
+        in_ring = tiles.stages * ((tiles.rows + 128) * 128 + 4 * (tiles.rows + 64))
+        assert in_ring + 2 * 8192 + 16 * 128 + 4 * 1024 + 512 <= 232_448
+    assert rows_before > 64
 
 
 @pytest.mark.parametrize(

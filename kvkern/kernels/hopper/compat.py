@@ -67,6 +67,25 @@ def matrix_descriptor(
     return TensorDescriptor(matrices, list(matrices.shape), strides, list(box), layout)
 
 
+def slices_descriptor(matrices: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """Of ``[1, T, N]``: boxes of rows that end where a slice of T does, wherever that is.
+
+    The TMA leaves out what is past the end of a dim, but a slice is no dim. Here rows end at 2^30:
+    that is where a slice's last row is put, by two more dims which together move it back. Row r of
+    the slice that ends at e is at ``[2^30, e, 2^30 - e + r]``, that is, with s bytes a row, at
+    2^30 (2^k - s) + e s + (2^30 - e + r) s = 2^(30 + k) + r s, and addresses have 64 bits.
+    """
+    of_row = matrices.stride(1) if matrices.shape[1] > 1 else matrices.shape[2] + 15 & ~15
+    far = 2**31 - 1
+    return TensorDescriptor(
+        matrices,
+        [far, far, 2**30, matrices.shape[2]],
+        [2**34 - of_row, of_row, of_row, 1],
+        [1, 1, *block],
+        _default_layout((1, 1, *block), matrices.dtype),
+    )
+
+
 @lru_cache
 def _default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """A tile's in shared memory; remembered, as to find it takes longer than the rest does."""

@@ -35,6 +35,7 @@ from kvkern.kernels.hopper.compat import (
     copy_values,
     load_tile,
     matrix_descriptor,
+    slices_descriptor,
     store_tile,
     view_tile,
 )
@@ -60,6 +61,7 @@ class _Order(NamedTuple):
     has_matrices: bool
     groups: int  # of warps that multiply: of 64 rows one or two, which then share the columns
     has_turns: bool  # a warpgroup makes every other tile alone
+    num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
 
 
 @gluon.constexpr_function
@@ -82,9 +84,12 @@ def _has_two(order):
 
 @gluon.jit
 def _num_units(shape, ORDER: gl.constexpr):
-    num_rows, num_columns, _, num_matrices, num_splits = shape
-    tiles = gl.cdiv(num_rows, ORDER.rows) * gl.cdiv(num_columns, ORDER.columns)
-    return num_matrices * tiles * num_splits
+    num_rows, num_columns, _, num_matrices, num_splits, experts = shape
+    tiles_n = gl.cdiv(num_columns, ORDER.columns)
+    if ORDER.num_experts:
+        return experts[2] * tiles_n
+    else:
+        return num_matrices * (gl.cdiv(num_rows, ORDER.rows) * tiles_n) * num_splits
 
 
 @gluon.jit
@@ -112,13 +117,58 @@ def _first_of(program, num_units):
 
 
 @gluon.jit
-def _place(turn, shape, ORDER: gl.constexpr):
-    """Matrix, tile and steps of a unit: bands of row tiles, each column after column.
+def _share_out(row_offsets_ptr, num_rows, num_matrices, ORDER: gl.constexpr):
+    """What ``_place`` finds experts by: how many row tiles there are up to each, and in all."""
+    COUNT: gl.constexpr = ORDER.num_experts
+    LAYOUT: gl.constexpr = gl.BlockedLayout([COUNT // 128], [32], [4], [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    expert = gl.arange(0, COUNT, layout=LAYOUT)
+    start, end = _rows_of(expert, row_offsets_ptr, num_rows, num_matrices)
+    up_to = gl.associative_scan(gl.cdiv(end - start, ORDER.rows), 0, _sum)
+    tiles_up_to = gl.allocate_shared_memory(gl.int32, [COUNT], FLAT)
+    tiles_up_to.store(up_to)
+    return row_offsets_ptr, tiles_up_to, gl.max(up_to, 0)
 
-    Narrow tiles, the last column's, come after all others. A division takes 100 cycles, so there
-    are as few as can be.
+
+@gluon.constexpr_function
+def _layout_of_experts(count, num_warps):
+    """Each warp has all of them."""
+    return gl.SliceLayout(0, gl.BlockedLayout([1, count // 32], [1, 32], [num_warps, 1], [1, 0]))
+
+
+@gluon.jit
+def _sum(one, other):
+    return one + other
+
+
+@gluon.jit
+def _rows_of(expert, row_offsets_ptr, num_rows, num_matrices):
+    """The first and the one past the last; within a, whatever the offsets are."""
+    is_one = expert < num_matrices
+    start = gl.load(row_offsets_ptr + expert, mask=is_one, other=0)
+    end = gl.load(row_offsets_ptr + expert + 1, mask=is_one, other=0)
+    start = gl.maximum(gl.minimum(start, num_rows), 0)
+    return start, gl.maximum(gl.minimum(end, num_rows), start)
+
+
+@gluon.jit
+def _expert_of(row_tile, tiles_up_to, WARPS: gl.constexpr):
+    """Whose a tile of rows is, the first of its tiles and the one past its last."""
+    up_to = tiles_up_to.load(_layout_of_experts(tiles_up_to.shape[0], WARPS))
+    is_before = up_to <= row_tile
+    expert = gl.sum(is_before.to(gl.int32), 0)
+    first = gl.max(gl.where(is_before, up_to, 0), 0)
+    return expert, first, gl.min(gl.where(is_before, 2**30, up_to), 0)
+
+
+@gluon.jit
+def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
+    """Matrix, first row, end of its rows, column tile, split and steps of a unit.
+
+    Bands of row tiles, each column after column, expert after expert. Narrow tiles, the last
+    column's, come after all others. A division takes 100 cycles, so there are as few as can be.
     """
-    num_rows, num_columns, depth, num_matrices, num_splits = shape
+    num_rows, num_columns, depth, num_matrices, num_splits, experts = shape
     BAND: gl.constexpr = ORDER.band
     tiles_m = gl.cdiv(num_rows, ORDER.rows)
     num_wide = gl.cdiv(num_columns, ORDER.columns) - (1 if ORDER.has_narrow else 0)
@@ -140,6 +190,10 @@ def _place(turn, shape, ORDER: gl.constexpr):
     if ORDER.has_matrices:
         matrix = tile // (tiles_m * num_wide)
         in_matrix = tile - matrix * tiles_m * num_wide
+    if ORDER.num_experts:
+        matrix, before, up_to = _expert_of(tile // num_wide, experts[1], WARPS)
+        in_matrix = tile - before * num_wide
+        tiles_m = up_to - before
     band = in_matrix // (BAND * num_wide)
     in_band = in_matrix - band * BAND * num_wide
     n = in_band // BAND
@@ -155,7 +209,12 @@ def _place(turn, shape, ORDER: gl.constexpr):
             matrix = narrow // tiles_m if ORDER.has_matrices else 0 * turn
             m = narrow - matrix * tiles_m
             n = num_wide
-    return matrix, m, n, split, first_step, end_step
+    row = m * ORDER.rows
+    end = num_rows
+    if ORDER.num_experts:
+        start, end = _rows_of(matrix, experts[0], num_rows, num_matrices)
+        row += start
+    return matrix, row, end, n, split, first_step, end_step
 
 
 @gluon.jit
@@ -176,16 +235,17 @@ def _fetch(
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
     OF_A: gl.constexpr = a_desc.block_type.nbytes + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
     OF_B: gl.constexpr = b_desc.block_type.nbytes
-    num_rows, _, _, _, _ = shape
+    num_rows, _, _, _, _, _ = shape
     a_matrix, a_row, a_group, b_matrix, b_group, b_column, _ = strides
     stage = 0
     phase = 1
     matrix_before = -1
-    m_before = -1
+    row_before = -1
     for turn in range(_num_rounds(shape, ORDER)):
-        matrix, m, n, _, first_step, end_step = _place(turn, shape, ORDER)
+        matrix, first_row, _, n, _, first_step, end_step = _place(turn, shape, ORDER, 1)
+        of_rows = 0 if ORDER.num_experts else matrix  # which of a's matrices
         if HAS_GROUPS and not IS_COLUMN_MAJOR:
-            row = gl.minimum(m * BLOCK_M + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
+            row = gl.minimum(first_row + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
             of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
             of_a += first_step.to(gl.int64) * a_group
             of_a += row.to(gl.int64) * a_row
@@ -194,9 +254,9 @@ def _fetch(
             of_b += (n * BLOCK_N // 128).to(gl.int64) * b_column + first_step.to(gl.int64) * b_group
             of_b += gl.zeros([_WAVE], gl.int32, LANES)  # a copy for each row of a warpgroup
             scale_b = gl.load(of_b)
-        has_rows = (matrix == matrix_before) & (m == m_before)
+        has_rows = (matrix == matrix_before) & (first_row == row_before)
         matrix_before = matrix
-        m_before = m
+        row_before = first_row
         for step in range(first_step, end_step):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -210,9 +270,9 @@ def _fetch(
                 mbarrier.expect(bar, OF_B)
             else:
                 mbarrier.expect(bar, OF_A + OF_B)
-                load_tile(a_desc, [matrix, m * BLOCK_M, step * BLOCK_K], bar, rows)
+                load_tile(a_desc, [of_rows, first_row, step * BLOCK_K], bar, rows)
                 if IS_COLUMN_MAJOR:
-                    at = [matrix, step, m * BLOCK_M]
+                    at = [of_rows, step, first_row]
                     load_tile(scale_a_ptr, at, bar, factors_a.index(place))
             load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
             if HAS_GROUPS and not IS_COLUMN_MAJOR:
@@ -428,13 +488,13 @@ def _multiply(
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
     COLUMNS: gl.constexpr = BLOCK_N // ORDER.groups if BLOCK_M == _WAVE else BLOCK_N
-    _, num_columns, _, num_matrices, _ = shape
+    _, num_columns, _, num_matrices, _, _ = shape
     stage = 0
     phase = 0
     for turn in range(which % EVERY, _num_rounds(shape, ORDER), EVERY):
-        matrix, m, n, split, first_step, end_step = _place(turn, shape, ORDER)
-        row = m * BLOCK_M + _first_row(which, ORDER)
-        into = split * num_matrices + matrix
+        matrix, row, end, n, split, first_step, end_step = _place(turn, shape, ORDER, 4)
+        row += _first_row(which, ORDER)
+        into = end if ORDER.num_experts else split * num_matrices + matrix
         num_steps = end_step - first_step
         if ORDER.has_turns:  # the other's steps have gone by
             stage = turn * num_steps % STAGES
@@ -450,7 +510,47 @@ def _multiply(
                 ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
                 which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
+    if ORDER.num_experts and which == 0:
+        _clear_padding(ends, shape)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _clear_padding(ends, shape):
+    """Zeros into rows past the last expert's."""
+    staged, _, out_desc = ends
+    num_rows, num_columns, _, num_matrices, _, experts = shape
+    COLUMNS: gl.constexpr = staged.shape[len(staged.shape) - 1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    first_row = gl.maximum(gl.load(experts[0] + num_matrices), 0)
+    if first_row < num_rows:
+        box = staged.index(0)
+        tma.store_wait(0)  # what was staged there before has been read
+        _stage(gl.zeros([_WAVE, COLUMNS], box.dtype, LAYOUT), box)
+        tiles_n = gl.cdiv(num_columns, COLUMNS)
+        num_boxes = gl.cdiv(num_rows - first_row, _WAVE) * tiles_n
+        for number in range(gl.program_id(0), num_boxes, gl.num_programs(0)):
+            row = first_row + number // tiles_n * _WAVE
+            _store_box(box, out_desc, num_rows, row, number % tiles_n * COLUMNS)
+
+
+@gluon.jit
+def _stage(x, box):
+    """Store to shared memory, where the TMA sees it."""
+    RANK: gl.constexpr = len(box.shape)
+    SWIZZLE: gl.constexpr = box.type.layout.swizzle_byte_width
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, box.dtype.primitive_bitwidth, 2)
+    view_tile(box, box.dtype, [box.shape[RANK - 2], box.shape[RANK - 1]], FLAT).store(x)
+    fence_async_shared()
+
+
+@gluon.jit
+def _store_box(box, out_desc, into, row, column):
+    """Into a matrix of out, or, of rows that are shared out, up to where an expert's end."""
+    if len(out_desc.block_type.shape) == 4:
+        store_tile(out_desc, [2**30, into, 2**30 - into + row, column], box)
+    else:
+        store_tile(out_desc, [into, row, column], box)
 
 
 @gluon.jit
@@ -462,7 +562,7 @@ def _make_tile(
     """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
     staged, of_columns, _ = ends
     scale_a_ptr, scale_b_ptr, bias_ptr = scales
-    num_rows, num_columns, _, _, _ = shape
+    num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
     BLOCK_N: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
@@ -471,6 +571,7 @@ def _make_tile(
     HAS_TWO: gl.constexpr = _has_two(ORDER)
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
+    OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
     # what the end of a tile wants is under way while its products are made
     column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
     if not HAS_GROUPS:
@@ -523,7 +624,7 @@ def _make_tile(
     if HAS_TWO:
         _store(
             acc_2, ends, into, row + _WAVE, n * BLOCK_N, which,
-            COLUMNS // staged.shape[3], 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS,
+            COLUMNS // OF_BOX, 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS,
         )  # fmt: skip
     return stage, phase
 
@@ -548,7 +649,8 @@ def _store(
     staged, of_columns, out_desc = ends
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-    if COLUMNS > staged.shape[3]:
+    OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
+    if COLUMNS > OF_BOX:
         left, right = acc.reshape([_WAVE, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
         _store(
             left, ends, into, row, column, WHICH, NUMBER, OFFSET, BOXES,
@@ -556,7 +658,7 @@ def _store(
         )  # fmt: skip
         _store(
             right, ends, into, row, column, WHICH,
-            NUMBER + COLUMNS // 2 // staged.shape[3], OFFSET + COLUMNS // 2, BOXES,
+            NUMBER + COLUMNS // 2 // OF_BOX, OFFSET + COLUMNS // 2, BOXES,
             HAS_COLUMN_SCALES, HAS_BIAS,
         )  # fmt: skip
     else:
@@ -568,11 +670,13 @@ def _store(
             acc += gl.expand_dims(bias, 0)
         tma.store_wait(BOXES - 1)  # what was staged there before has been read
         box = staged.index(WHICH * BOXES + NUMBER % BOXES)
-        SWIZZLE: gl.constexpr = out_desc.layout.swizzle_byte_width
-        FLAT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, staged.dtype.primitive_bitwidth, 2)
-        view_tile(box, box.dtype, [_WAVE, COLUMNS], FLAT).store(acc.to(box.dtype))
-        fence_async_shared()
-        store_tile(out_desc, [into, row, column + OFFSET], box)
+        _stage(acc.to(box.dtype), box)
+        _store_box(box, out_desc, into, row, column + OFFSET)
+
+
+@gluon.constexpr_function
+def _several(count, shape):
+    return [count, *shape]
 
 
 @gluon.jit(do_not_specialize=OF_A_STEP)
@@ -582,7 +686,8 @@ def _scaled_mm_kernel(
     scale_a_ptr,  # fp32 [G, cells of M, cells of K], or [G, cells of K, M] in boxes [1, 1, BLOCK_M]
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
-    out_desc,  # [S * G, M, N] in boxes [1, 64, 128 bytes]
+    out_desc,  # [S * G, M, N] in boxes [1, 64, 128 bytes], or slices of [T, N]
+    row_offsets_ptr,  # int32 [G + 1], or None: where each matrix's rows begin, of all in a
     num_rows,
     num_columns,
     depth,
@@ -612,7 +717,7 @@ def _scaled_mm_kernel(
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, BLOCK_K], b_desc.layout)
     GROUPS: gl.constexpr = ORDER.groups
     staged = gl.allocate_shared_memory(
-        out_desc.dtype, [GROUPS * BOXES, 1, _WAVE, out_desc.block_type.shape[2]], out_desc.layout
+        out_desc.dtype, _several(GROUPS * BOXES, out_desc.block_type.shape), out_desc.layout
     )
     OF_COLUMNS: gl.constexpr = BLOCK_N if HAS_COLUMN_SCALES or bias_ptr is not None else 1
     of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, OF_COLUMNS], FLAT)
@@ -629,7 +734,10 @@ def _scaled_mm_kernel(
     turns = make_barriers(2, 1) if ORDER.has_turns else empty
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
-    shape = (num_rows, num_columns, depth, num_matrices, num_splits)
+    experts = (row_offsets_ptr,)
+    if ORDER.num_experts:
+        experts = _share_out(row_offsets_ptr, num_rows, num_matrices, ORDER)
+    shape = (num_rows, num_columns, depth, num_matrices, num_splits, experts)
     strides = (
         stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
         stride_scale_b_group, stride_scale_b_column, stride_bias,
@@ -771,6 +879,20 @@ def choose_tiles(
     return best._replace(stages=stages)
 
 
+def choose_tiles_of_experts(rows_of_expert: int, *, sums_in_tensor_core: bool) -> Tiles:
+    """Tiles of 128 columns that take the least time, if the last of an expert's is half full."""
+
+    def ns(tile: Tiles) -> float:
+        of_step = _STEP_NS_IN_TURNS if tile.has_turns else _STEP_NS[sums_in_tensor_core][tile[:2]]
+        return (rows_of_expert / tile.rows + 0.5) * of_step
+
+    tiles = [Tiles(rows, 128, 1, 0) for rows in (64, 128, 256)]
+    if sums_in_tensor_core:
+        tiles[1] = tiles[1]._replace(has_turns=True)
+    best = min(tiles, key=ns)
+    return best._replace(stages=min(_most_stages(*best[:2], _SHARED_BYTES - 4096), 8))
+
+
 def _choose_few(
     num_rows: int,
     count: int,
@@ -826,7 +948,13 @@ def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
 
 
 def _boxes(
-    num_columns: int, tiles: Tiles, itemsize: int, *, has_groups: bool, has_bias: bool
+    num_columns: int,
+    tiles: Tiles,
+    itemsize: int,
+    *,
+    num_experts: int,
+    has_groups: bool,
+    has_bias: bool,
 ) -> int:
     """Two of a large tile if there is room, and a tile has a multiple."""
     if max(tiles.rows, tiles.columns) < 256 and not tiles.has_turns:
@@ -834,7 +962,7 @@ def _boxes(
     a_tile = tiles.rows * tiles.columns * itemsize // (8192 if tiles.has_turns else 16384)
     if _has_narrow(num_columns, tiles):
         a_tile //= 2
-    used = tiles.stages * (tiles.rows + tiles.columns) * 128 + 512
+    used = tiles.stages * (tiles.rows + tiles.columns) * 128 + 4 * num_experts + 512
     if has_groups:
         used += tiles.stages * (tiles.rows + 64) * 4
     if has_bias or not has_groups:
@@ -860,7 +988,7 @@ def scaled_mm(
     scale_b: Tensor,
     cell_a: tuple[int, int],
     cell_b: tuple[int, int],
-    row_offsets: None,
+    row_offsets: Tensor | None,
     bias: Tensor | None,
     is_exact: bool,
     out: Tensor,
@@ -870,11 +998,11 @@ def scaled_mm(
     Returns how to repeat it with tensors that differ in nothing but addresses.
     """
     num_sms = gpu_of(out.device).num_sms
-    tiles = _tiles_for(a, b, cell_a, is_exact, num_sms)
+    tiles = _tiles_for(a, b, cell_a, row_offsets, is_exact, num_sms)
     into = _place_for(out, tiles)
     grid, arguments, options = _call(
-        a, b, scale_a, scale_b, cell_a, bias if into is out else None, is_exact, into, tiles,
-        num_sms,
+        a, b, scale_a, scale_b, cell_a, row_offsets, bias if into is out else None, is_exact, into,
+        tiles, num_sms,
     )  # fmt: skip
     kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
     num_varying = list(kernel.arg_names).index("num_rows")
@@ -902,19 +1030,33 @@ class _Again:
         )
 
     def __call__(self, addresses: Sequence[int | None]) -> None:
-        a, b, scale_a, scale_b, _, bias, out = addresses
+        a, b, scale_a, scale_b, row_offsets, bias, out = addresses
         at = self._descriptors.at
         operands = (*at(0, a), *at(1, b), *at(2, scale_a), scale_b)
+
+        def multiply(bias: int | None, into: int | None) -> None:
+            self._multiply((*operands, bias, *at(5, into), row_offsets))
+
         if self._add is None:
-            self._multiply((*operands, bias, *at(5, out)))
+            multiply(bias, out)
         else:
-            self._add(lambda into: self._multiply((*operands, None, *at(5, into))), bias, out)
+            self._add(lambda into: multiply(None, into), bias, out)
 
 
 def _tiles_for(
-    a: Tensor, b: Tensor, cell_a: tuple[int, int], is_exact: bool, num_sms: int
+    a: Tensor,
+    b: Tensor,
+    cell_a: tuple[int, int],
+    row_offsets: Tensor | None,
+    is_exact: bool,
+    num_sms: int,
 ) -> Tiles:
     num_matrices, depth, num_columns = b.shape
+    if row_offsets is not None:
+        return choose_tiles_of_experts(
+            size_class(triton.cdiv(a.shape[1], num_matrices)),
+            sums_in_tensor_core=not is_exact and cell_a[1] == 0,
+        )
     return choose_tiles(
         size_class(a.shape[1]),
         num_columns,
@@ -936,6 +1078,7 @@ def _call(
     scale_a: Tensor,
     scale_b: Tensor,
     cell_a: tuple[int, int],
+    row_offsets: Tensor | None,
     bias: Tensor | None,
     is_exact: bool,
     out: Tensor,  # or partial sums [S, G, M, N]
@@ -976,23 +1119,28 @@ def _call(
         arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
         return (num_units,), arguments, {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": True}
     box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
-    arguments["out_desc"] = matrix_descriptor(parts, box)
+    is_grouped = row_offsets is not None
+    num_experts = max(power_of_two(num_matrices), 128) if is_grouped else 0
+    arguments["out_desc"] = (slices_descriptor if is_grouped else matrix_descriptor)(parts, box)
+    arguments["row_offsets_ptr"] = row_offsets
     arguments["ORDER"] = _Order(
-        tiles.rows,
-        tiles.columns,
-        1 if tiles.kept else 2048 // tiles.rows,
-        tiles.kept,
-        _has_narrow(num_columns, tiles),
-        tiles.num_splits > 1,
-        num_matrices > 1,
-        _num_groups(tiles, sums_in_tensor_core=not is_exact and cell_a[1] == 0),
-        tiles.has_turns,
+        rows=tiles.rows,
+        columns=tiles.columns,
+        band=1 if tiles.kept else 2048 // tiles.rows,
+        kept=tiles.kept,
+        has_narrow=not is_grouped and _has_narrow(num_columns, tiles),
+        has_splits=tiles.num_splits > 1,
+        has_matrices=not is_grouped and num_matrices > 1,
+        groups=_num_groups(tiles, sums_in_tensor_core=not is_exact and cell_a[1] == 0),
+        has_turns=tiles.has_turns,
+        num_experts=num_experts,
     )
     arguments["HAS_COLUMN_SCALES"] = cell_a[1] == 0 and scale_b.shape[2] > 1
     arguments["BOXES"] = _boxes(
         num_columns,
         tiles,
         out.element_size(),
+        num_experts=num_experts,
         has_groups=cell_a[1] > 0,
         has_bias=bias is not None,
     )
@@ -1001,7 +1149,7 @@ def _call(
         of_steps = matrix_descriptor(scale_a.mT, (1, tiles.rows), is_swizzled=False)
         arguments["scale_a_ptr"] = of_steps
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
-    return (min(num_units, num_sms),), arguments, options
+    return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
 
 
 _BUDGET = spills("where pointers to scales in rows meet 40 registers", 0, newer=128)
@@ -1030,6 +1178,10 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("groups", 64, 24576, 1536, {"of_groups": "row"}),
         ("exact", 64, 24576, 1536, {"is_exact": True}),
         ("groups-long", 64, 7168, 16384, {"of_groups": "row"}),
+        ("experts", 4096, 4096, 7168, {"of_groups": "column", "num_experts": 256}),
+        ("experts", 4096, 4096, 7168, {"of_groups": "row", "num_experts": 32}),
+        ("experts", 32768, 4096, 7168, {"of_groups": "column", "num_experts": 32}),
+        ("experts-fast", 8192, 7168, 2048, {"num_experts": 64, "has_bias": True}),
     ]
     for label, num_rows, num_columns, depth, options in calls:
         yield _shipped(label, num_rows, num_columns, depth, **options)
@@ -1046,6 +1198,7 @@ def _shipped(
     is_exact: bool = False,
     of_groups: str = "",  # whether scales are of groups, and what is next to each other
     has_bias: bool = False,
+    num_experts: int = 0,
 ) -> KernelConfig:
     """One call on tensors without memory."""
 
@@ -1054,17 +1207,23 @@ def _shipped(
 
     a = empty(num_rows, depth, dtype=a_dtype)
     b = empty(num_columns, depth, dtype=torch.float8_e4m3fn).mT
+    row_offsets = None
+    if num_experts:
+        b = b.expand(num_experts, -1, -1)
+        row_offsets = empty(num_experts, dtype=torch.int32)
+        label += f"-E{num_experts}"
     out = empty(num_rows, num_columns, dtype=dtype)
     steps = depth // 128 if of_groups else 1
     scale_a = empty(steps, num_rows).mT if of_groups == "column" else empty(num_rows, steps)
     scale_b = empty(steps, num_columns)
     bias = empty(num_columns, dtype=torch.bfloat16) if has_bias else None
     cell_a, is_exact = (1, 128 if of_groups else 0), is_exact or bool(of_groups)
-    tiles = _tiles_for(a, b, cell_a, is_exact, 132)
+    tiles = _tiles_for(a, b, cell_a, row_offsets, is_exact, 132)
     into = _place_for(out, tiles)
     _, arguments, options = _call(
-        a, b, scale_a, scale_b, cell_a, bias if into is out else None, is_exact, into, tiles, 132
-    )
+        a, b, scale_a, scale_b, cell_a, row_offsets, bias if into is out else None, is_exact, into,
+        tiles, 132,
+    )  # fmt: skip
     kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
     return config_of_call(
         kernel, f"{label}-M{num_rows}", arguments, options, **_BUDGET, product=FP8_PRODUCT
