@@ -1,5 +1,6 @@
 """``scaled_mm``: shapes of DeepSeek-V3's projections, their inputs and checks, other libraries."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,18 +22,23 @@ _MEAN = 0.25  # without one, sums that are cut off would show no bias
 
 @dataclass(frozen=True)
 class MatmulCase:
-    """``[M, K]`` of fp8 times a weight ``[N, K]``, transposed; out in bf16."""
+    """``[M, K]`` of fp8 times a weight ``[N, K]``, transposed; out in bf16.
+
+    Of E experts each has M rows, one's after another's, and a weight.
+    """
 
     scaling: Scaling
     num_rows: int
     num_columns: int
     depth: int
     model: Model = _V3
+    num_experts: int = 0  # none: one matrix
     op: str = "scaled_mm"
 
     @property
     def name(self) -> str:
-        shape = f"M{self.num_rows}-N{self.num_columns}-K{self.depth}"
+        experts = f"E{self.num_experts}-" if self.num_experts else ""
+        shape = f"{experts}M{self.num_rows}-N{self.num_columns}-K{self.depth}"
         return f"{self.op}-{self.model.name}-{self.scaling}-{shape}"
 
     @property
@@ -45,11 +51,12 @@ class MatmulCase:
         m, n, k = self.num_rows, self.num_columns, self.depth
         groups = -(-k // _BLOCK)
         num_scales = {"tensor": 2, "row": m + n, "block": groups * (m + -(-n // _BLOCK))}
-        return m * k + n * k + 2 * m * n + 4 * num_scales[self.scaling]
+        of_one = m * k + n * k + 2 * m * n + 4 * num_scales[self.scaling]
+        return max(self.num_experts, 1) * of_one
 
     @property
     def num_flops(self) -> int:
-        return 2 * self.num_rows * self.num_columns * self.depth
+        return max(self.num_experts, 1) * 2 * self.num_rows * self.num_columns * self.depth
 
 
 _FEW_ROWS = (1, 8, 16, 32, 64, 128)
@@ -70,6 +77,10 @@ MATMUL_CASES: tuple[MatmulCase, ...] = tuple(
         *(MatmulCase(scaling, 4096, n, k) for n, k in _LAYERS[:-1]),
         MatmulCase(scaling, 8192, 8192, 8192, _SQUARE),
     )
+) + tuple(
+    MatmulCase("block", rows, n, k, num_experts=32)
+    for n, k in ((4096, 7168), (7168, 2048))
+    for rows in (1, 16, 64, 128, 256, 512, 1024)
 )
 
 
@@ -80,16 +91,21 @@ class MatmulStep:
         torch.manual_seed(0)
         self.case, self.device = case, torch.device(device)
         of_rows, of_weight = {"block": ("group", "block")}.get(case.scaling, (case.scaling,) * 2)
+        experts = (case.num_experts,) if case.num_experts else ()
         self.a, self.scale_a = quantize_fp8(
-            self._randn(case.num_rows),
+            self.randn(math.prod(experts) * case.num_rows),
             granularity=of_rows,
             column_major_scales=of_rows == "group",
         )
-        weight, scale = quantize_fp8(self._randn(case.num_columns), granularity=of_weight)
-        self.b, self.scale_b = weight.T, scale if of_weight == "tensor" else scale.T
+        weight, scale = quantize_fp8(self.randn(*experts, case.num_columns), granularity=of_weight)
+        self.b, self.scale_b = weight.mT, scale if of_weight == "tensor" else scale.mT
+        self.row_offsets = None
+        if experts:
+            offsets = torch.arange(case.num_experts + 1, dtype=torch.int32, device=self.device)
+            self.row_offsets = offsets * case.num_rows
 
-    def _randn(self, num_rows: int) -> Tensor:
-        return torch.randn(num_rows, self.case.depth, device=self.device, dtype=_DTYPE).add_(_MEAN)
+    def randn(self, *rows: int) -> Tensor:
+        return torch.randn(*rows, self.case.depth, device=self.device, dtype=_DTYPE).add_(_MEAN)
 
     def kvkern(self) -> Implementation:
         return self.by("kvkern")
@@ -97,19 +113,28 @@ class MatmulStep:
     def by(self, name: str, **options: Any) -> Implementation:
         """kvkern's op, with other options than the defaults."""
 
+        if self.row_offsets is not None:
+            options["row_offsets"] = self.row_offsets
+
         def call() -> Tensor:
             return scaled_mm(self.a, self.b, self.scale_a, self.scale_b, **options)
 
         return Implementation(name, call, lambda: self.check(call()))
 
     def check(self, got: Tensor) -> None:
-        """By the budget, on some rows and the first and the last block of columns."""
+        """By the budget, on some rows and the first and the last block of columns.
+
+        Of experts the first and the last are looked at.
+        """
         assert got.isfinite().all(), "result: want finite"
-        rows, blocks = self._sampled_rows(), self._sampled_blocks()
-        for block in blocks:
-            exact, rounded = (self._part(rows, block, dtype) for dtype in (torch.float64, _DTYPE))
-            columns = slice(block * _BLOCK, (block + 1) * _BLOCK)
-            assert_within_budget(got[rows][:, columns], exact, rounded)
+        for expert in sorted({0, max(self.case.num_experts - 1, 0)}):
+            rows = [expert * self.case.num_rows + row for row in self._sampled_rows()]
+            for block in self._sampled_blocks():
+                exact, rounded = (
+                    self._part(rows, block, dtype, expert) for dtype in (torch.float64, _DTYPE)
+                )
+                columns = slice(block * _BLOCK, (block + 1) * _BLOCK)
+                assert_within_budget(got[rows][:, columns], exact, rounded)
 
     def bias_of(self, got: Tensor) -> float:
         """The mean relative error of what ``check`` samples."""
@@ -127,18 +152,18 @@ class MatmulStep:
     def _sampled_blocks(self) -> set[int]:
         return {0, (self.case.num_columns - 1) // _BLOCK}
 
-    def _part(self, rows: list[int], block: int, dtype: torch.dtype) -> Tensor:
+    def _part(self, rows: list[int], block: int, dtype: torch.dtype, expert: int = 0) -> Tensor:
         """What the reference makes of some rows and one block of columns."""
         columns = slice(block * _BLOCK, (block + 1) * _BLOCK)
-        scale_a, scale_b = self.scale_a, self.scale_b
+        scale_a, b, scale_b = self.scale_a, self.b, self.scale_b
+        if self.case.num_experts:
+            b, scale_b = b.view(torch.uint8)[expert].view(b.dtype), scale_b[expert]
         if self.case.scaling == "row":
             scale_a, scale_b = scale_a[rows], scale_b[:, columns]
         elif self.case.scaling == "block":
             scale_a, scale_b = scale_a[rows], scale_b[:, block : block + 1]
         a = self.a.view(torch.uint8)[rows].view(self.a.dtype)
-        return scaled_mm(
-            a, self.b[:, columns], scale_a, scale_b, out_dtype=dtype, backend="reference"
-        )
+        return scaled_mm(a, b[:, columns], scale_a, scale_b, out_dtype=dtype, backend="reference")
 
 
 def kvkern_triton(step: MatmulStep) -> Implementation | None:
@@ -162,6 +187,8 @@ def kvkern_fast(step: MatmulStep) -> Implementation | None:
 
 def torch_exact(step: MatmulStep) -> Implementation | None:
     """cuBLASLt or CUTLASS, whichever PyTorch takes, told not to sum fast."""
+    if step.case.num_experts:
+        return None
     call = _torch_call(step, use_fast_accum=False)
     return Implementation("torch", call, lambda: step.check(call()))
 
@@ -175,7 +202,14 @@ def torch_fast(step: MatmulStep) -> Implementation | None:
 
 def torch_bf16(step: MatmulStep) -> Implementation | None:
     """What fp8 is for: the same shape in bf16."""
-    a, weight = (step._randn(num) for num in (step.case.num_rows, step.case.num_columns))
+    case = step.case
+    if case.num_experts:
+        a = step.randn(case.num_experts * case.num_rows)
+        weight = step.randn(case.num_experts, case.num_columns)
+        ends = step.row_offsets[1:]
+        call = lambda: torch._grouped_mm(a, weight.mT, offs=ends)  # noqa: E731
+        return Implementation("torch_bf16", call, None, "bf16")
+    a, weight = (step.randn(num) for num in (case.num_rows, case.num_columns))
     return Implementation("torch_bf16", lambda: a @ weight.T, None, "bf16")
 
 
@@ -185,6 +219,8 @@ def deep_gemm(step: MatmulStep) -> Implementation | None:
         return None
     import deep_gemm
 
+    if step.case.num_experts:
+        return _deep_gemm_of_experts(step)
     shape = (step.case.num_rows, step.case.num_columns)
     out = torch.empty(shape, dtype=_DTYPE, device=step.device)
     a = step.a, deep_gemm.get_mn_major_tma_aligned_tensor(step.scale_a)
@@ -195,6 +231,43 @@ def deep_gemm(step: MatmulStep) -> Implementation | None:
         return out
 
     return Implementation("deep_gemm", call, lambda: step.check(call()))
+
+
+def _deep_gemm_of_experts(step: MatmulStep) -> Implementation:
+    """Where its tiles of 128 rows fit, the rows as they are, or else in matrices of 128 rows."""
+    import deep_gemm
+
+    case, num_experts, num_rows = step.case, step.case.num_experts, step.case.num_rows
+    b = step.b.mT, step.scale_b.mT.contiguous()
+    if num_rows % _BLOCK == 0:
+        out = torch.empty(len(step.a), case.num_columns, dtype=_DTYPE, device=step.device)
+        of_rows = torch.arange(num_experts, dtype=torch.int32, device=step.device)
+        of_rows = of_rows.repeat_interleave(num_rows)
+        a = step.a, deep_gemm.get_mn_major_tma_aligned_tensor(step.scale_a)
+
+        def call() -> Tensor:
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, of_rows)
+            return out
+
+        return Implementation("deep_gemm", call, lambda: step.check(call()))
+    values, scale = (
+        torch.zeros(num_experts, _BLOCK, x.shape[1], dtype=x.dtype, device=step.device)
+        for x in (step.a.view(torch.uint8), step.scale_a)
+    )
+    values[:, :num_rows] = step.a.view(torch.uint8).unflatten(0, (num_experts, num_rows))
+    scale[:, :num_rows] = step.scale_a.unflatten(0, (num_experts, num_rows))
+    a = values.view(step.a.dtype), deep_gemm.get_mn_major_tma_aligned_tensor(scale)
+    wide = torch.empty(num_experts, _BLOCK, case.num_columns, dtype=_DTYPE, device=step.device)
+    counts = torch.full((num_experts,), num_rows, dtype=torch.int32, device=step.device)
+
+    def call_masked() -> Tensor:
+        deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, wide, counts, num_rows)
+        return wide
+
+    def check() -> None:
+        step.check(call_masked()[:, :num_rows].flatten(0, 1))
+
+    return Implementation("deep_gemm", call_masked, check, "in matrices of 128 rows")
 
 
 def _torch_call(step: MatmulStep, *, use_fast_accum: bool) -> Callable[[], Tensor]:

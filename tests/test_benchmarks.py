@@ -223,6 +223,9 @@ def test_work_of_a_product_is_counted_by_hand():
     assert case.num_flops == 2 * 64 * 2112 * 7168
     assert case.name == "scaled_mm-deepseek_v3-block-M64-N2112-K7168"
     assert len({case.name for case in MATMUL_CASES}) == len(MATMUL_CASES)
+    experts = MatmulCase("block", 64, 2112, 7168, num_experts=32)
+    assert experts.num_bytes == 32 * case.num_bytes and experts.num_flops == 32 * case.num_flops
+    assert experts.name == "scaled_mm-deepseek_v3-block-E32-M64-N2112-K7168"
 
 
 @pytest.mark.parametrize("case", TINY_PRODUCTS, ids=lambda case: case.scaling)
@@ -235,6 +238,19 @@ def test_products_are_checked_and_stand_beside_torchs(case, monkeypatch):
     step = MatmulStep(case, "cpu")
     wrong = step.kvkern().call()
     wrong[4, 271] = 0
+    with pytest.raises(AssertionError, match="budget"):
+        step.check(wrong)
+
+
+def test_products_of_experts_are_checked_and_stand_beside_torchs():
+    case = MatmulCase("block", 5, 256, 384, num_experts=3)
+    (row, *others) = run.measure(case, MACHINE, fake_clock, device="cpu", with_peers=True)
+    assert row["error"] is None and row["us"] == 10.0 and row["checked"]
+    assert [other["implementation"] for other in others] == ["torch_bf16"]
+    step = MatmulStep(case, "cpu")
+    assert step.row_offsets.tolist() == [0, 5, 10, 15]
+    wrong = step.kvkern().call()
+    wrong[:5] = wrong[5:10]  # another expert's
     with pytest.raises(AssertionError, match="budget"):
         step.check(wrong)
 

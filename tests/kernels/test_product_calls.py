@@ -110,27 +110,30 @@ def test_weight_only(bits, num_rows, num_columns, group_size, num_launches, monk
 SCALES = [("row", False), ("group", False), ("group", True)]  # and whether column-major
 
 
-def scaled_mm_tensors(num_rows, num_columns, granularity, column_major):
+def scaled_mm_tensors(num_rows, num_columns, granularity, column_major, num_experts=0):
     a, scale_a = quantize_fp8(
         torch.ones(num_rows, 4096),
         granularity=granularity,
         column_major_scales=column_major,
         backend="reference",
     )
-    b = torch.zeros(1, num_columns, 4096, dtype=a.dtype).mT
+    b = torch.zeros(num_experts or 1, num_columns, 4096, dtype=a.dtype).mT
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32) if num_experts else None
     cells = (32, -(-num_columns // 128)) if granularity == "group" else (1, num_columns)
     bias, out = torch.ones(1, num_columns), torch.empty(1, num_rows, num_columns).half()
-    return a[None], b, scale_a[None], torch.ones(1, *cells), None, bias, out
+    scale_b = torch.ones(num_experts or 1, *cells)
+    return a[None], b, scale_a[None], scale_b, offsets, bias.expand(len(b), -1), out
 
 
-def check_scaled_mm(module, num_rows, num_columns, granularity, column_major, monkeypatch):
+def check_scaled_mm(module, *shape, monkeypatch):
+    """Shape as ``scaled_mm_tensors`` takes it."""
+    granularity = shape[2]
     cells = ((1, 128), (128, 128)) if granularity == "group" else ((1, 0), (0, 1))
 
     def run(a, b, scale_a, scale_b, row_offsets, bias, out):
-        return module.scaled_mm(a, b, scale_a, scale_b, *cells, None, bias, True, out)
+        return module.scaled_mm(a, b, scale_a, scale_b, *cells, row_offsets, bias, True, out)
 
-    tensors = partial(scaled_mm_tensors, num_rows, num_columns, granularity, column_major)
-    return check_repeat(module, run, tensors, monkeypatch)
+    return check_repeat(module, run, partial(scaled_mm_tensors, *shape), monkeypatch)
 
 
 @pytest.mark.parametrize("granularity, column_major", SCALES)
@@ -140,8 +143,9 @@ def check_scaled_mm(module, num_rows, num_columns, granularity, column_major, mo
 )
 def test_scaled_mm(num_rows, num_columns, num_launches, granularity, column_major, monkeypatch):
     launches, encoded = check_scaled_mm(
-        hopper_scaled_mm, num_rows, num_columns, granularity, column_major, monkeypatch
-    )
+        hopper_scaled_mm, num_rows, num_columns, granularity, column_major,
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
     assert len(launches) == num_launches
     if num_rows <= 64:
         assert encoded == [0, 1]
@@ -151,11 +155,22 @@ def test_scaled_mm(num_rows, num_columns, num_launches, granularity, column_majo
 
 
 @pytest.mark.parametrize("granularity, column_major", SCALES)
+@pytest.mark.parametrize("module", [scaled_mm, hopper_scaled_mm], ids=["triton", "hopper"])
+def test_scaled_mm_of_experts(module, granularity, column_major, monkeypatch):
+    shape = 300, 512, granularity, column_major, 3
+    launches, encoded = check_scaled_mm(module, *shape, monkeypatch=monkeypatch)
+    ((_, arguments),) = launches
+    assert arguments["row_offsets_ptr"] is not None
+    if module is hopper_scaled_mm:
+        assert encoded == ([0, 1, 2, 5] if column_major else [0, 1, 5])
+
+
+@pytest.mark.parametrize("granularity, column_major", SCALES)
 @pytest.mark.parametrize("num_rows, num_columns, num_launches", [(5, 512, 2), (300, 8192, 1)])
 def test_portable_scaled_mm(
     num_rows, num_columns, num_launches, granularity, column_major, monkeypatch
 ):
     launches, encoded = check_scaled_mm(
-        scaled_mm, num_rows, num_columns, granularity, column_major, monkeypatch
+        scaled_mm, num_rows, num_columns, granularity, column_major, monkeypatch=monkeypatch
     )
     assert len(launches) == num_launches and encoded == []

@@ -233,7 +233,9 @@ def _fetch(
     BLOCK_N: gl.constexpr = b.shape[2]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
-    OF_A: gl.constexpr = a_desc.block_type.nbytes + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
+    NUM_BOXES: gl.constexpr = _boxes_of_scales(ORDER)
+    OF_SCALES: gl.constexpr = 4 * NUM_BOXES * factors_a.shape[len(factors_a.shape) - 1]
+    OF_A: gl.constexpr = a_desc.block_type.nbytes + (OF_SCALES if IS_COLUMN_MAJOR else 0)
     OF_B: gl.constexpr = b_desc.block_type.nbytes
     num_rows, _, _, _, _, _ = shape
     a_matrix, a_row, a_group, b_matrix, b_group, b_column, _ = strides
@@ -243,10 +245,13 @@ def _fetch(
     row_before = -1
     for turn in range(_num_rounds(shape, ORDER)):
         matrix, first_row, _, n, _, first_step, end_step = _place(turn, shape, ORDER, 1)
-        of_rows = 0 if ORDER.num_experts else matrix  # which of a's matrices
+        of_rows = matrix  # which of a's matrices
+        if ORDER.num_experts:
+            of_rows = 0 * matrix
+        first_scale = first_row - _shift(first_row, ORDER)
         if HAS_GROUPS and not IS_COLUMN_MAJOR:
             row = gl.minimum(first_row + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
-            of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
+            of_a = scale_a_ptr + of_rows.to(gl.int64) * a_matrix
             of_a += first_step.to(gl.int64) * a_group
             of_a += row.to(gl.int64) * a_row
         if HAS_GROUPS:
@@ -272,14 +277,27 @@ def _fetch(
                 mbarrier.expect(bar, OF_A + OF_B)
                 load_tile(a_desc, [of_rows, first_row, step * BLOCK_K], bar, rows)
                 if IS_COLUMN_MAJOR:
-                    at = [of_rows, step, first_row]
-                    load_tile(scale_a_ptr, at, bar, factors_a.index(place))
+                    for i in gl.static_range(NUM_BOXES):
+                        at = [of_rows, step, first_scale + i * scale_a_ptr.block_type.shape[2]]
+                        load_tile(scale_a_ptr, at, bar, factors_a.index(NUM_BOXES * place + i))
             load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
             if HAS_GROUPS and not IS_COLUMN_MAJOR:
                 copy_values(factors_a.index(place), of_a)
                 of_a += a_group
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.constexpr_function
+def _boxes_of_scales(order):
+    """Of a step, that the TMA fetches; rows of an expert reach into one more."""
+    return max(order.rows // 128, 1) + 1 if order.num_experts else 1
+
+
+@gluon.jit
+def _shift(row, ORDER: gl.constexpr):
+    """How far behind a multiple of 16 bytes, where boxes begin, a row's scale is."""
+    return row % 4 if ORDER.num_experts else 0
 
 
 @gluon.jit
@@ -347,7 +365,7 @@ def _sum_in_registers(
 
 @gluon.jit
 def _sum_of_groups(
-    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
+    acc, acc_2, ring, shift, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
     """The product of each step, of twice 64 rows, times its scales, added in fp32.
 
@@ -362,8 +380,7 @@ def _sum_of_groups(
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     mbarrier.wait(full.index(stage), phase)
     place = 0 if ORDER.kept else stage
-    scale = _load_scales(factors_a, place, FIRST, OF_ROW)
-    scale_2 = _load_scales(factors_a, place, FIRST + _WAVE, OF_ROW)
+    scale, scale_2 = _load_two(factors_a, place, shift, FIRST, OF_ROW, ORDER)
     of_b = _load_scales(factors_b, stage, 0, OF_ROW)
     for step in range(num_steps):
         rows = as_matrix(a.index(step if ORDER.kept else stage))
@@ -382,8 +399,7 @@ def _sum_of_groups(
         mbarrier.arrive(empty.index(stage), count=1)
         acc_2 = _add(acc_2, part, pin(scale_2) * of_b, True)
         place = gl.where(is_last, step, step + 1) if ORDER.kept else awaited
-        scale = _load_scales(factors_a, place, FIRST, OF_ROW)
-        scale_2 = _load_scales(factors_a, place, FIRST + _WAVE, OF_ROW)
+        scale, scale_2 = _load_two(factors_a, place, shift, FIRST, OF_ROW, ORDER)
         of_b = _load_scales(factors_b, awaited, 0, OF_ROW)
         stage = after
         phase = phase_after
@@ -392,17 +408,19 @@ def _sum_of_groups(
 
 @gluon.jit
 def _sum_in_pairs(
-    acc, ring, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    acc, ring, shift, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """The same of once 64 rows, with scales or without: two steps' products are under way."""
     _, b, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
     for pair in range(num_steps // 2):
-        part, scale = _begin_step(acc, ring, stage, phase, 2 * pair, WHICH, HAS_GROUPS, ORDER)
+        part, scale = _begin_step(
+            acc, ring, shift, stage, phase, 2 * pair, WHICH, HAS_GROUPS, ORDER
+        )
         stage_2, phase_2 = next_stage(stage, phase, STAGES)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
+            acc, ring, shift, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
         acc = _add(acc, part, scale, HAS_GROUPS)
@@ -412,7 +430,9 @@ def _sum_in_pairs(
         acc = _add(acc, part_2, scale_2, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
     if num_steps % 2 == 1:
-        part, scale = _begin_step(acc, ring, stage, phase, num_steps - 1, WHICH, HAS_GROUPS, ORDER)
+        part, scale = _begin_step(
+            acc, ring, shift, stage, phase, num_steps - 1, WHICH, HAS_GROUPS, ORDER
+        )
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
@@ -422,7 +442,7 @@ def _sum_in_pairs(
 
 @gluon.jit
 def _begin_step(
-    acc, ring, stage, phase, step, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    acc, ring, shift, stage, phase, step, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
@@ -433,11 +453,39 @@ def _begin_step(
     mbarrier.wait(full.index(stage), phase)
     scale = 1.0
     if HAS_GROUPS:
-        scale = _load_scales(factors_a, place, FIRST, OF_ROW)
+        scale = _load_scales_of_rows(factors_a, place, shift, FIRST, OF_ROW, ORDER)
         scale *= _load_scales(factors_b, stage, 0, OF_ROW)
     rows = as_matrix(a.index(place)).slice(FIRST, _WAVE, dim=0)
     columns = _columns_of(b, stage, _first_column(WHICH, ORDER), acc.shape[1])
     return _begin(rows, columns), scale
+
+
+@gluon.jit
+def _load_two(
+    factors, place, shift, FIRST: gl.constexpr, OF_ROW: gl.constexpr, ORDER: gl.constexpr
+):
+    """Of twice 64 rows; loaded here."""
+    scale = _load_scales_of_rows(factors, place, shift, FIRST, OF_ROW, ORDER)
+    return scale, _load_scales_of_rows(factors, place, shift, FIRST + _WAVE, OF_ROW, ORDER)
+
+
+@gluon.jit
+def _load_scales_of_rows(
+    factors, place, shift, FIRST: gl.constexpr, OF_ROW: gl.constexpr, ORDER: gl.constexpr
+):
+    """Of 64 rows, ``shift`` behind where the first box begins."""
+    if ORDER.num_experts:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        RANK: gl.constexpr = len(factors.shape)
+        OF_PLACE: gl.constexpr = factors.shape[RANK - 1] * (
+            _boxes_of_scales(ORDER) if RANK == 4 else 1
+        )
+        COUNT: gl.constexpr = factors.shape[0] * factors.shape[RANK - 1]
+        each = view_tile(factors, gl.float32, [COUNT, 1], FLAT)
+        first = each.index(OF_PLACE * place + FIRST + shift)
+        return pin(view_tile(first, gl.float32, [_WAVE], FLAT).load(OF_ROW))
+    else:
+        return _load_scales(factors, place, FIRST, OF_ROW)
 
 
 @gluon.jit
@@ -590,15 +638,16 @@ def _make_tile(
     if HAS_BIAS:
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
 
+    shift = _shift(row, ORDER) if len(ring[2].shape) == 4 else 0  # fetched by the TMA
     acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
     acc_2 = gl.zeros([_WAVE, COLUMNS if HAS_TWO else 8], gl.float32, LAYOUT)
     if (HAS_GROUPS or IS_EXACT) and not HAS_TWO:
         acc, stage, phase = _sum_in_pairs(
-            acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
+            acc, ring, shift, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
     elif HAS_GROUPS:
         acc, acc_2, stage, phase = _sum_of_groups(
-            acc, acc_2, ring, num_steps, stage, phase, which, ORDER
+            acc, acc_2, ring, shift, num_steps, stage, phase, which, ORDER
         )
     elif IS_EXACT:
         acc, acc_2, stage, phase = _sum_in_registers(
@@ -722,8 +771,9 @@ def _scaled_mm_kernel(
     OF_COLUMNS: gl.constexpr = BLOCK_N if HAS_COLUMN_SCALES or bias_ptr is not None else 1
     of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, OF_COLUMNS], FLAT)
     if IS_COLUMN_MAJOR:
+        SEVERAL: gl.constexpr = NUM_FACTORS * _boxes_of_scales(ORDER)
         factors_a = gl.allocate_shared_memory(
-            gl.float32, [NUM_FACTORS, 1, 1, BLOCK_M], scale_a_ptr.layout
+            gl.float32, _several(SEVERAL, scale_a_ptr.block_type.shape), scale_a_ptr.layout
         )
     else:
         factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
@@ -806,6 +856,9 @@ _STEP_NS = {
     },
 }  # fmt: skip
 _STEP_NS_IN_TURNS = 350  # of 128 x 128
+_STEP_NS_OF_EXPERTS = {  # of as many rows and 128 columns, where b is not read again by others
+    True: {64: 220, 128: _STEP_NS_IN_TURNS, 256: 660}, False: {64: 250, 128: 400, 256: 690},
+}  # fmt: skip
 
 
 def choose_tiles(
@@ -882,15 +935,13 @@ def choose_tiles(
 def choose_tiles_of_experts(rows_of_expert: int, *, sums_in_tensor_core: bool) -> Tiles:
     """Tiles of 128 columns that take the least time, if the last of an expert's is half full."""
 
-    def ns(tile: Tiles) -> float:
-        of_step = _STEP_NS_IN_TURNS if tile.has_turns else _STEP_NS[sums_in_tensor_core][tile[:2]]
-        return (rows_of_expert / tile.rows + 0.5) * of_step
+    def ns(rows: int) -> float:
+        return (rows_of_expert / rows + 0.5) * of_step[rows]
 
-    tiles = [Tiles(rows, 128, 1, 0) for rows in (64, 128, 256)]
-    if sums_in_tensor_core:
-        tiles[1] = tiles[1]._replace(has_turns=True)
-    best = min(tiles, key=ns)
-    return best._replace(stages=min(_most_stages(*best[:2], _SHARED_BYTES - 4096), 8))
+    of_step = _STEP_NS_OF_EXPERTS[sums_in_tensor_core]
+    rows = min(of_step, key=ns)
+    stages = min(_most_stages(rows, 128, _SHARED_BYTES - 8192), 8)
+    return Tiles(rows, 128, 1, stages, has_turns=sums_in_tensor_core and rows == 128)
 
 
 def _choose_few(
@@ -1023,6 +1074,7 @@ class _Again:
         add: SumAgain | None,  # where K is split
     ) -> None:
         self._multiply, self._add = multiply, add
+        self._takes_offsets = "row_offsets_ptr" in arguments
         names = {0: "a_desc", 1: "b_desc", 2: "scale_a_ptr", 5: "out_desc"}
         given = {n: arguments.get(name) for n, name in names.items()}
         self._descriptors = Descriptors(
@@ -1033,9 +1085,10 @@ class _Again:
         a, b, scale_a, scale_b, row_offsets, bias, out = addresses
         at = self._descriptors.at
         operands = (*at(0, a), *at(1, b), *at(2, scale_a), scale_b)
+        offsets = (row_offsets,) if self._takes_offsets else ()
 
         def multiply(bias: int | None, into: int | None) -> None:
-            self._multiply((*operands, bias, *at(5, into), row_offsets))
+            self._multiply((*operands, bias, *at(5, into), *offsets))
 
         if self._add is None:
             multiply(bias, out)
@@ -1146,7 +1199,8 @@ def _call(
     )
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and _is_column_major(scale_a)
     if arguments["IS_COLUMN_MAJOR"]:
-        of_steps = matrix_descriptor(scale_a.mT, (1, tiles.rows), is_swizzled=False)
+        box_rows = min(tiles.rows, 128) if is_grouped else tiles.rows
+        of_steps = matrix_descriptor(scale_a.mT, (1, box_rows), is_swizzled=False)
         arguments["scale_a_ptr"] = of_steps
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
