@@ -78,8 +78,9 @@ MATMUL_CASES: tuple[MatmulCase, ...] = tuple(
         MatmulCase(scaling, 8192, 8192, 8192, _SQUARE),
     )
 ) + tuple(
-    MatmulCase("block", rows, n, k, num_experts=32)
-    for n, k in ((4096, 7168), (7168, 2048))
+    MatmulCase(scaling, rows, n, k, num_experts=32)
+    for scaling in ("row", "block")
+    for n, k in _LAYERS[3:5]
     for rows in (1, 16, 64, 128, 256, 512, 1024)
 )
 
@@ -179,10 +180,7 @@ def kvkern_fast(step: MatmulStep) -> Implementation | None:
     if step.device.type != "cuda" or step.case.scaling == "block":
         return None
 
-    def call() -> Tensor:
-        return scaled_mm(step.a, step.b, step.scale_a, step.scale_b, accumulation="fast")
-
-    return _fast(step, "kvkern_fast", call)
+    return _fast(step, "kvkern_fast", step.by("kvkern_fast", accumulation="fast").call)
 
 
 def torch_exact(step: MatmulStep) -> Implementation | None:
@@ -197,6 +195,10 @@ def torch_fast(step: MatmulStep) -> Implementation | None:
     """The same, summing within the tensor core."""
     if step.case.scaling == "block":
         return None
+    if step.case.num_experts:
+        if step.device.type != "cuda":
+            return None
+        return _fast(step, "torch_fast", _torch_call_of_experts(step))
     return _fast(step, "torch_fast", _torch_call(step, use_fast_accum=True))
 
 
@@ -280,6 +282,19 @@ def _torch_call(step: MatmulStep, *, use_fast_accum: bool) -> Callable[[], Tenso
     def call() -> Tensor:
         return torch._scaled_mm(
             step.a, step.b, scale_a, scale_b, out_dtype=_DTYPE, use_fast_accum=use_fast_accum
+        )
+
+    return call
+
+
+def _torch_call_of_experts(step: MatmulStep) -> Callable[[], Tensor]:
+    assert step.row_offsets is not None
+    ends = step.row_offsets[1:]
+    scale_a, scale_b = step.scale_a.flatten(), step.scale_b.squeeze(-2).contiguous()
+
+    def call() -> Tensor:
+        return torch._scaled_grouped_mm(
+            step.a, step.b, scale_a, scale_b, offs=ends, out_dtype=_DTYPE, use_fast_accum=True
         )
 
     return call
