@@ -411,28 +411,39 @@ def _sum_in_pairs(
     acc, ring, shift, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """The same of once 64 rows, with scales or without: two steps' products are under way."""
+    """The same of once 64 rows, with scales or without: one is added while the next is made."""
     _, b, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
-    for pair in range(num_steps // 2):
-        part, scale = _begin_step(
-            acc, ring, shift, stage, phase, 2 * pair, WHICH, HAS_GROUPS, ORDER
-        )
+    part, scale = _begin_step(acc, ring, shift, stage, phase, 0, WHICH, HAS_GROUPS, ORDER)
+    part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
+    for pair in range((num_steps - 1) // 2):
         stage_2, phase_2 = next_stage(stage, phase, STAGES)
         part_2, scale_2 = _begin_step(
             acc, ring, shift, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        acc = _add(acc, part, scale, HAS_GROUPS)
-        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
         mbarrier.arrive(empty.index(stage), count=1)
+        acc = _add(acc, part, scale, HAS_GROUPS)
+        stage, phase = next_stage(stage_2, phase_2, STAGES)
+        part, scale = _begin_step(
+            acc, ring, shift, stage, phase, 2 * pair + 2, WHICH, HAS_GROUPS, ORDER
+        )
+        part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
         mbarrier.arrive(empty.index(stage_2), count=1)
         acc = _add(acc, part_2, scale_2, HAS_GROUPS)
-        stage, phase = next_stage(stage_2, phase_2, STAGES)
-    if num_steps % 2 == 1:
-        part, scale = _begin_step(
-            acc, ring, shift, stage, phase, num_steps - 1, WHICH, HAS_GROUPS, ORDER
+    if num_steps % 2 == 0:
+        stage_2, phase_2 = next_stage(stage, phase, STAGES)
+        part_2, scale_2 = _begin_step(
+            acc, ring, shift, stage_2, phase_2, num_steps - 1, WHICH, HAS_GROUPS, ORDER
         )
+        part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = _add(acc, part, scale, HAS_GROUPS)
+        stage, phase = next_stage(stage_2, phase_2, STAGES)
+        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
+        mbarrier.arrive(empty.index(stage_2), count=1)
+        acc = _add(acc, part_2, scale_2, HAS_GROUPS)
+    else:
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
@@ -847,12 +858,12 @@ _SHARED_BYTES = 232_448
 # ns of a step of a tile of as many rows and columns, with sums in the tensor core, and with others
 _STEP_NS = {
     True: {
-        (64, 64): 155, (64, 128): 200, (128, 32): 205, (128, 64): 225, (128, 128): 360,
-        (128, 256): 660, (256, 128): 660,
+        (64, 32): 155, (64, 64): 155, (64, 128): 200, (128, 32): 205, (128, 64): 225,
+        (128, 128): 360, (128, 256): 660, (256, 128): 660,
     },
     False: {
-        (64, 64): 180, (64, 128): 230, (128, 32): 245, (128, 64): 280, (128, 128): 400,
-        (256, 128): 690,
+        (64, 32): 145, (64, 64): 165, (64, 128): 230, (128, 32): 245, (128, 64): 280,
+        (128, 128): 400, (256, 128): 690,
     },
 }  # fmt: skip
 _STEP_NS_IN_TURNS = 350  # of 128 x 128
@@ -914,7 +925,7 @@ def choose_tiles(
         num_ends = 1 if tile.has_turns else math.ceil(count / num_sms)  # that nothing hides
         return float(triton.cdiv(steps, num_splits) * of_steps + num_ends * of_end + of_sum)
 
-    shapes = [(256, 128), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
+    shapes = [(256, 128), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32)]
     if sums_in_tensor_core and steps > 8 and num_rows > 256:
         shapes.insert(0, (128, 256))
     splits = (1, 2, 4, 8) if can_split else (1,)
@@ -969,6 +980,8 @@ def _choose_few(
     if can_split and is_few and has_few_steps and num_rows > 16:
         num_splits = max(num_splits, min(steps // 14, 2 * num_sms // count))
     num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
+    if num_rows > 32 < steps and not sums_in_tensor_core and 2 * count <= num_sms < 3 * count:
+        return Tiles(64, 32, 1, 11)  # half as wide they fill the card, without parts to be summed
     if not is_few:
         stages = min(_most_stages(64, 64, _SHARED_BYTES), 11 if sums_in_tensor_core else 8)
         return Tiles(64, 64, num_splits if 3 * count <= num_sms else 1, stages)
