@@ -233,9 +233,7 @@ def _fetch(
     BLOCK_N: gl.constexpr = b.shape[2]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
-    NUM_BOXES: gl.constexpr = _boxes_of_scales(ORDER)
-    OF_SCALES: gl.constexpr = 4 * NUM_BOXES * factors_a.shape[len(factors_a.shape) - 1]
-    OF_A: gl.constexpr = a_desc.block_type.nbytes + (OF_SCALES if IS_COLUMN_MAJOR else 0)
+    OF_A: gl.constexpr = a_desc.block_type.nbytes + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
     OF_B: gl.constexpr = b_desc.block_type.nbytes
     num_rows, _, _, _, _, _ = shape
     a_matrix, a_row, a_group, b_matrix, b_group, b_column, _ = strides
@@ -248,7 +246,6 @@ def _fetch(
         of_rows = matrix  # which of a's matrices
         if ORDER.num_experts:
             of_rows = 0 * matrix
-        first_scale = first_row - _shift(first_row, ORDER)
         if HAS_GROUPS and not IS_COLUMN_MAJOR:
             row = gl.minimum(first_row + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
             of_a = scale_a_ptr + of_rows.to(gl.int64) * a_matrix
@@ -277,27 +274,14 @@ def _fetch(
                 mbarrier.expect(bar, OF_A + OF_B)
                 load_tile(a_desc, [of_rows, first_row, step * BLOCK_K], bar, rows)
                 if IS_COLUMN_MAJOR:
-                    for i in gl.static_range(NUM_BOXES):
-                        at = [of_rows, step, first_scale + i * scale_a_ptr.block_type.shape[2]]
-                        load_tile(scale_a_ptr, at, bar, factors_a.index(NUM_BOXES * place + i))
+                    at = [of_rows, step, first_row]
+                    load_tile(scale_a_ptr, at, bar, factors_a.index(place))
             load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
             if HAS_GROUPS and not IS_COLUMN_MAJOR:
                 copy_values(factors_a.index(place), of_a)
                 of_a += a_group
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.constexpr_function
-def _boxes_of_scales(order):
-    """Of a step, that the TMA fetches; rows of an expert reach into one more."""
-    return max(order.rows // 128, 1) + 1 if order.num_experts else 1
-
-
-@gluon.jit
-def _shift(row, ORDER: gl.constexpr):
-    """How far behind a multiple of 16 bytes, where boxes begin, a row's scale is."""
-    return row % 4 if ORDER.num_experts else 0
 
 
 @gluon.jit
@@ -365,7 +349,7 @@ def _sum_in_registers(
 
 @gluon.jit
 def _sum_of_groups(
-    acc, acc_2, ring, shift, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
+    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
     """The product of each step, of twice 64 rows, times its scales, added in fp32.
 
@@ -380,7 +364,8 @@ def _sum_of_groups(
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     mbarrier.wait(full.index(stage), phase)
     place = 0 if ORDER.kept else stage
-    scale, scale_2 = _load_two(factors_a, place, shift, FIRST, OF_ROW, ORDER)
+    scale = _load_scales(factors_a, place, FIRST, OF_ROW)
+    scale_2 = _load_scales(factors_a, place, FIRST + _WAVE, OF_ROW)
     of_b = _load_scales(factors_b, stage, 0, OF_ROW)
     for step in range(num_steps):
         rows = as_matrix(a.index(step if ORDER.kept else stage))
@@ -399,7 +384,8 @@ def _sum_of_groups(
         mbarrier.arrive(empty.index(stage), count=1)
         acc_2 = _add(acc_2, part, pin(scale_2) * of_b, True)
         place = gl.where(is_last, step, step + 1) if ORDER.kept else awaited
-        scale, scale_2 = _load_two(factors_a, place, shift, FIRST, OF_ROW, ORDER)
+        scale = _load_scales(factors_a, place, FIRST, OF_ROW)
+        scale_2 = _load_scales(factors_a, place, FIRST + _WAVE, OF_ROW)
         of_b = _load_scales(factors_b, awaited, 0, OF_ROW)
         stage = after
         phase = phase_after
@@ -408,33 +394,31 @@ def _sum_of_groups(
 
 @gluon.jit
 def _sum_in_pairs(
-    acc, ring, shift, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    acc, ring, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """The same of once 64 rows, with scales or without: one is added while the next is made."""
     _, b, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
-    part, scale = _begin_step(acc, ring, shift, stage, phase, 0, WHICH, HAS_GROUPS, ORDER)
+    part, scale = _begin_step(acc, ring, stage, phase, 0, WHICH, HAS_GROUPS, ORDER)
     part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
     for pair in range((num_steps - 1) // 2):
         stage_2, phase_2 = next_stage(stage, phase, STAGES)
         part_2, scale_2 = _begin_step(
-            acc, ring, shift, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
         mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
-        part, scale = _begin_step(
-            acc, ring, shift, stage, phase, 2 * pair + 2, WHICH, HAS_GROUPS, ORDER
-        )
+        part, scale = _begin_step(acc, ring, stage, phase, 2 * pair + 2, WHICH, HAS_GROUPS, ORDER)
         part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
         mbarrier.arrive(empty.index(stage_2), count=1)
         acc = _add(acc, part_2, scale_2, HAS_GROUPS)
     if num_steps % 2 == 0:
         stage_2, phase_2 = next_stage(stage, phase, STAGES)
         part_2, scale_2 = _begin_step(
-            acc, ring, shift, stage_2, phase_2, num_steps - 1, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, num_steps - 1, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -453,7 +437,7 @@ def _sum_in_pairs(
 
 @gluon.jit
 def _begin_step(
-    acc, ring, shift, stage, phase, step, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    acc, ring, stage, phase, step, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
@@ -464,39 +448,11 @@ def _begin_step(
     mbarrier.wait(full.index(stage), phase)
     scale = 1.0
     if HAS_GROUPS:
-        scale = _load_scales_of_rows(factors_a, place, shift, FIRST, OF_ROW, ORDER)
+        scale = _load_scales(factors_a, place, FIRST, OF_ROW)
         scale *= _load_scales(factors_b, stage, 0, OF_ROW)
     rows = as_matrix(a.index(place)).slice(FIRST, _WAVE, dim=0)
     columns = _columns_of(b, stage, _first_column(WHICH, ORDER), acc.shape[1])
     return _begin(rows, columns), scale
-
-
-@gluon.jit
-def _load_two(
-    factors, place, shift, FIRST: gl.constexpr, OF_ROW: gl.constexpr, ORDER: gl.constexpr
-):
-    """Of twice 64 rows; loaded here."""
-    scale = _load_scales_of_rows(factors, place, shift, FIRST, OF_ROW, ORDER)
-    return scale, _load_scales_of_rows(factors, place, shift, FIRST + _WAVE, OF_ROW, ORDER)
-
-
-@gluon.jit
-def _load_scales_of_rows(
-    factors, place, shift, FIRST: gl.constexpr, OF_ROW: gl.constexpr, ORDER: gl.constexpr
-):
-    """Of 64 rows, ``shift`` behind where the first box begins."""
-    if ORDER.num_experts:
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        RANK: gl.constexpr = len(factors.shape)
-        OF_PLACE: gl.constexpr = factors.shape[RANK - 1] * (
-            _boxes_of_scales(ORDER) if RANK == 4 else 1
-        )
-        COUNT: gl.constexpr = factors.shape[0] * factors.shape[RANK - 1]
-        each = view_tile(factors, gl.float32, [COUNT, 1], FLAT)
-        first = each.index(OF_PLACE * place + FIRST + shift)
-        return pin(view_tile(first, gl.float32, [_WAVE], FLAT).load(OF_ROW))
-    else:
-        return _load_scales(factors, place, FIRST, OF_ROW)
 
 
 @gluon.jit
@@ -649,16 +605,15 @@ def _make_tile(
     if HAS_BIAS:
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
 
-    shift = _shift(row, ORDER) if len(ring[2].shape) == 4 else 0  # fetched by the TMA
     acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
     acc_2 = gl.zeros([_WAVE, COLUMNS if HAS_TWO else 8], gl.float32, LAYOUT)
     if (HAS_GROUPS or IS_EXACT) and not HAS_TWO:
         acc, stage, phase = _sum_in_pairs(
-            acc, ring, shift, num_steps, stage, phase, which, HAS_GROUPS, ORDER
+            acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
     elif HAS_GROUPS:
         acc, acc_2, stage, phase = _sum_of_groups(
-            acc, acc_2, ring, shift, num_steps, stage, phase, which, ORDER
+            acc, acc_2, ring, num_steps, stage, phase, which, ORDER
         )
     elif IS_EXACT:
         acc, acc_2, stage, phase = _sum_in_registers(
@@ -735,6 +690,17 @@ def _store(
 
 
 @gluon.constexpr_function
+def _registers(by_lanes, order):
+    """Of a thread that multiplies, and of the warp that fetches, which needs more to copy scales.
+
+    With few it computes an address only when the copy before has read its own.
+    """
+    if by_lanes:
+        return [224, 56] if order.rows == 256 else [232, 40]
+    return [240, 24]
+
+
+@gluon.constexpr_function
 def _several(count, shape):
     return [count, *shape]
 
@@ -782,9 +748,8 @@ def _scaled_mm_kernel(
     OF_COLUMNS: gl.constexpr = BLOCK_N if HAS_COLUMN_SCALES or bias_ptr is not None else 1
     of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, OF_COLUMNS], FLAT)
     if IS_COLUMN_MAJOR:
-        SEVERAL: gl.constexpr = NUM_FACTORS * _boxes_of_scales(ORDER)
         factors_a = gl.allocate_shared_memory(
-            gl.float32, _several(SEVERAL, scale_a_ptr.block_type.shape), scale_a_ptr.layout
+            gl.float32, [NUM_FACTORS, 1, 1, BLOCK_M], scale_a_ptr.layout
         )
     else:
         factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
@@ -823,7 +788,7 @@ def _scaled_mm_kernel(
                 )),
             ],
             [4, 1],
-            [232, 40] if BY_LANES else [240, 24],  # a warp that copies scales needs more
+            _registers(BY_LANES, ORDER),
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -951,7 +916,7 @@ def choose_tiles_of_experts(rows_of_expert: int, *, sums_in_tensor_core: bool) -
 
     of_step = _STEP_NS_OF_EXPERTS[sums_in_tensor_core]
     rows = min(of_step, key=ns)
-    stages = min(_most_stages(rows, 128, _SHARED_BYTES - 8192), 8)
+    stages = min(_most_stages(rows, 128, _SHARED_BYTES - 4096), 8)
     return Tiles(rows, 128, 1, stages, has_turns=sums_in_tensor_core and rows == 128)
 
 
@@ -1210,10 +1175,10 @@ def _call(
         has_groups=cell_a[1] > 0,
         has_bias=bias is not None,
     )
-    arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and _is_column_major(scale_a)
+    # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
+    arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)
     if arguments["IS_COLUMN_MAJOR"]:
-        box_rows = min(tiles.rows, 128) if is_grouped else tiles.rows
-        of_steps = matrix_descriptor(scale_a.mT, (1, box_rows), is_swizzled=False)
+        of_steps = matrix_descriptor(scale_a.mT, (1, tiles.rows), is_swizzled=False)
         arguments["scale_a_ptr"] = of_steps
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
