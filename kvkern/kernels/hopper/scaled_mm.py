@@ -3,10 +3,11 @@
 A program takes every num_programs-th tile of ``out``, or part of K of one; where K is short, tiles
 next to each other, whose rows of a it keeps. One warp fetches steps of 128 of K by TMA into a ring
 of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time, or of its
-columns if it has 64 rows, or one does it all. Where sums are exact, or scales change along K, the
-product of a step leaves the tensor core, whose accumulator keeps some 13 bits, and is added in
-fp32. Most products of up to 64 rows have a kernel of their own, ``scaled_mm_few``; tiles, launches
-and repeats of both are here.
+columns if it has 64 rows, or every other tile, or one does it all. Where sums are exact, or scales
+change along K, the product of a step leaves the tensor core, whose accumulator keeps some 13 bits,
+and is added in fp32. Rows of experts are cut into tiles that begin and end with them: every role
+finds whose a tile is, on the device. Most products of up to 64 rows have a kernel of their own,
+``scaled_mm_few``; tiles, launches and repeats of both are here.
 """
 
 import math
