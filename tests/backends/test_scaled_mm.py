@@ -123,7 +123,8 @@ TAKEN = MatmulCall(
     b_is_aligned=True, out_is_aligned=True, bias_dtype=None, is_exact=True,
 )  # fmt: skip
 REFUSED = [
-    ("hopper", {"is_grouped": True}, "takes no row_offsets"),
+    ("hopper", {"is_grouped": True, "num_matrices": 0}, "takes 1 to 1024 experts, got 0"),
+    ("hopper", {"is_grouped": True, "num_matrices": 1025}, "takes 1 to 1024 experts, got 1025"),
     ("hopper", {"depth": 0}, "takes K > 0"),
     ("hopper", {"cell_b": (128, 1)}, "takes scales of 128 x 128 beside groups"),
     ("hopper", {"a_is_aligned": False}, "takes a and out of contiguous rows"),
