@@ -380,10 +380,11 @@ def weights_of_experts(num_experts, n, k, granularity):
         ([0, 5, 0, 1, 130, 0, 24, 0], 140),
         ([0] * 255 + [64], 0),
         ([64] * 130, 1),
+        ([0, 1, 2] * 230, 0),
         ([300, 1, 63, 64, 65, 127, 128, 129], 200),
         ([1, 1000, 0, 511], 3),
     ],
-    ids=["few", "256", "130", "middle", "many"],
+    ids=["few", "256", "130", "690", "middle", "many"],
 )
 def test_hopper_gives_rows_to_experts(counts, padding, n, k, out_dtype, scaling, accumulation):
     """No row of another expert is written, or has a part in a sum; NaN is in what is padding."""

@@ -691,14 +691,14 @@ def _store(
 
 
 @gluon.constexpr_function
-def _registers(by_lanes, order):
-    """Of a thread that multiplies, and of the warp that fetches, which needs more to copy scales.
+def _registers_to_fetch(by_lanes, order):
+    """Of a thread of the warp that fetches: more to copy scales, or to find one of many experts.
 
-    With few it computes an address only when the copy before has read its own.
+    With few it computes the address of a scale only when the copy before has read its own.
     """
-    if by_lanes:
-        return [224, 56] if order.rows == 256 else [232, 40]
-    return [240, 24]
+    if (by_lanes and order.rows == 256) or order.num_experts > 512:
+        return 56
+    return 40 if by_lanes or order.num_experts > 256 else 24
 
 
 @gluon.constexpr_function
@@ -772,6 +772,7 @@ def _scaled_mm_kernel(
     ring = (a, b, factors_a, factors_b, full, empty, turns)
     ends = (staged, of_columns, out_desc)  # what the end of a tile is made in, and goes to
     scales = (scale_a_ptr, scale_b_ptr, bias_ptr)
+    TO_FETCH: gl.constexpr = _registers_to_fetch(BY_LANES, ORDER)
     if GROUPS == 2:
         gl.warp_specialize(
             [
@@ -789,7 +790,7 @@ def _scaled_mm_kernel(
                 )),
             ],
             [4, 1],
-            _registers(BY_LANES, ORDER),
+            [252 - TO_FETCH // 2, TO_FETCH],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -804,7 +805,7 @@ def _scaled_mm_kernel(
                 )),
             ],
             [1],
-            [40],
+            [max(TO_FETCH, 40)],
         )  # fmt: skip
 
 
@@ -1196,7 +1197,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     calls: list[tuple[str, int, int, int, dict[str, Any]]] = [
         ("fast", 4096, 4096, 7168, {}),
         ("fast-narrow", 4096, 2112, 7168, {}),
-        ("fast-short", 4096, 24576, 512, {}),
+        ("fast-turns", 4096, 24576, 512, {}),
+        ("fast-turns-fp32", 1024, 24576, 1536, {"dtype": fp32, "has_bias": True}),
         ("fast", 16, 4096, 7168, {"a_dtype": torch.float8_e5m2, "dtype": fp16, "has_bias": True}),
         ("exact", 4096, 4096, 7168, {"is_exact": True, "has_bias": True}),
         ("exact", 128, 4096, 7168, {"is_exact": True, "dtype": fp16}),
@@ -1211,10 +1213,13 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("groups", 64, 24576, 1536, {"of_groups": "row"}),
         ("exact", 64, 24576, 1536, {"is_exact": True}),
         ("groups-long", 64, 7168, 16384, {"of_groups": "row"}),
+        ("groups-half", 64, 4096, 7168, {"of_groups": "column"}),
         ("experts", 4096, 4096, 7168, {"of_groups": "column", "num_experts": 256}),
         ("experts", 4096, 4096, 7168, {"of_groups": "row", "num_experts": 32}),
+        ("experts", 4096, 4096, 7168, {"of_groups": "row", "num_experts": 1024}),
         ("experts", 32768, 4096, 7168, {"of_groups": "column", "num_experts": 32}),
-        ("experts-fast", 8192, 7168, 2048, {"num_experts": 64, "has_bias": True}),
+        ("experts-fast", 4096, 7168, 2048, {"num_experts": 64, "has_bias": True}),
+        ("experts-fast", 8192, 7168, 2048, {"num_experts": 64, "dtype": fp32}),
     ]
     for label, num_rows, num_columns, depth, options in calls:
         yield _shipped(label, num_rows, num_columns, depth, **options)
