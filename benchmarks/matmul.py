@@ -196,8 +196,6 @@ def torch_fast(step: MatmulStep) -> Implementation | None:
     if step.case.scaling == "block":
         return None
     if step.case.num_experts:
-        if step.device.type != "cuda":
-            return None
         return _fast(step, "torch_fast", _torch_call_of_experts(step))
     return _fast(step, "torch_fast", _torch_call(step, use_fast_accum=True))
 
@@ -208,11 +206,14 @@ def torch_bf16(step: MatmulStep) -> Implementation | None:
     if case.num_experts:
         a = step.randn(case.num_experts * case.num_rows)
         weight = step.randn(case.num_experts, case.num_columns)
-        ends = step.row_offsets[1:]
-        call = lambda: torch._grouped_mm(a, weight.mT, offs=ends)  # noqa: E731
-        return Implementation("torch_bf16", call, None, "bf16")
-    a, weight = (step.randn(num) for num in (case.num_rows, case.num_columns))
-    return Implementation("torch_bf16", lambda: a @ weight.T, None, "bf16")
+    else:
+        a, weight = (step.randn(num) for num in (case.num_rows, case.num_columns))
+    ends = None if step.row_offsets is None else step.row_offsets[1:]
+
+    def call() -> Tensor:
+        return a @ weight.T if ends is None else torch._grouped_mm(a, weight.mT, offs=ends)
+
+    return Implementation("torch_bf16", call, None, "bf16")
 
 
 def deep_gemm(step: MatmulStep) -> Implementation | None:

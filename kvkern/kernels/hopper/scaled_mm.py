@@ -88,7 +88,8 @@ def _num_units(shape, ORDER: gl.constexpr):
     num_rows, num_columns, _, num_matrices, num_splits, experts = shape
     tiles_n = gl.cdiv(num_columns, ORDER.columns)
     if ORDER.num_experts:
-        return experts[2] * tiles_n
+        _, _, tiles_m = experts
+        return tiles_m * tiles_n
     else:
         return num_matrices * (gl.cdiv(num_rows, ORDER.rows) * tiles_n) * num_splits
 
@@ -192,7 +193,8 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
         matrix = tile // (tiles_m * num_wide)
         in_matrix = tile - matrix * tiles_m * num_wide
     if ORDER.num_experts:
-        matrix, before, up_to = _expert_of(tile // num_wide, experts[1], WARPS)
+        row_offsets_ptr, tiles_up_to, _ = experts
+        matrix, before, up_to = _expert_of(tile // num_wide, tiles_up_to, WARPS)
         in_matrix = tile - before * num_wide
         tiles_m = up_to - before
     band = in_matrix // (BAND * num_wide)
@@ -213,7 +215,7 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     row = m * ORDER.rows
     end = num_rows
     if ORDER.num_experts:
-        start, end = _rows_of(matrix, experts[0], num_rows, num_matrices)
+        start, end = _rows_of(matrix, row_offsets_ptr, num_rows, num_matrices)
         row += start
     return matrix, row, end, n, split, first_step, end_step
 
@@ -536,9 +538,10 @@ def _clear_padding(ends, shape):
     """Zeros into rows past the last expert's."""
     staged, _, out_desc = ends
     num_rows, num_columns, _, num_matrices, _, experts = shape
+    row_offsets_ptr, _, _ = experts
     COLUMNS: gl.constexpr = staged.shape[len(staged.shape) - 1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    first_row = gl.maximum(gl.load(experts[0] + num_matrices), 0)
+    first_row = gl.maximum(gl.load(row_offsets_ptr + num_matrices), 0)
     if first_row < num_rows:
         box = staged.index(0)
         tma.store_wait(0)  # what was staged there before has been read
@@ -822,15 +825,16 @@ class Tiles(NamedTuple):
 
 
 _SHARED_BYTES = 232_448
-# ns of a step of a tile of as many rows and columns, with sums in the tensor core, and with others
+# ns of a step of a tile of as many rows and columns, with sums in the tensor core, and with others;
+# of tiles that take as long the first is chosen
 _STEP_NS = {
     True: {
-        (64, 32): 155, (64, 64): 155, (64, 128): 200, (128, 32): 205, (128, 64): 225,
-        (128, 128): 360, (128, 256): 660, (256, 128): 660,
+        (128, 256): 660, (256, 128): 660, (128, 128): 360, (128, 64): 225, (128, 32): 205,
+        (64, 128): 200, (64, 64): 155,
     },
     False: {
-        (64, 32): 145, (64, 64): 165, (64, 128): 230, (128, 32): 245, (128, 64): 280,
-        (128, 128): 400, (256, 128): 690,
+        (256, 128): 690, (128, 128): 400, (128, 64): 280, (128, 32): 245, (64, 128): 230,
+        (64, 64): 165, (64, 32): 145,
     },
 }  # fmt: skip
 _STEP_NS_IN_TURNS = 350  # of 128 x 128
@@ -876,9 +880,7 @@ def choose_tiles(
         if _has_narrow(num_columns, tile):
             count -= num_matrices * tiles_m / 2
         count *= num_splits
-        of_step = _STEP_NS[sums_in_tensor_core][rows, columns]
-        if tile.has_turns:
-            of_step = _STEP_NS_IN_TURNS
+        of_step = _STEP_NS_IN_TURNS if tile.has_turns else step_ns[rows, columns]
         # or by what memory gives: with less of a beside b more of b is on its way
         of_b = columns * 128 / tiles_m / (3900 if rows == 64 else 3400)
         rounds, left = divmod(count, num_sms)
@@ -892,9 +894,9 @@ def choose_tiles(
         num_ends = 1 if tile.has_turns else math.ceil(count / num_sms)  # that nothing hides
         return float(triton.cdiv(steps, num_splits) * of_steps + num_ends * of_end + of_sum)
 
-    shapes = [(256, 128), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32)]
-    if sums_in_tensor_core and steps > 8 and num_rows > 256:
-        shapes.insert(0, (128, 256))
+    step_ns = _STEP_NS[sums_in_tensor_core]
+    is_wide = steps > 8 and num_rows > 256
+    shapes = [shape for shape in step_ns if shape != (128, 256) or is_wide]
     splits = (1, 2, 4, 8) if can_split else (1,)
     tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
     if sums_in_tensor_core and num_rows > 256:
@@ -935,8 +937,12 @@ def _choose_few(
 
     The kernel without a warp that fetches begins 1 us sooner, but takes longer over a step with
     more than 16 rows, unless an SM has several programs at a time. Up to 32 steps of an SM are
-    shared by two.
+    shared by two. Where tiles leave half of the card idle and K is long, those of half the columns
+    fill it, and are no parts to be summed.
     """
+    fills_half = 2 * count <= num_sms < 3 * count
+    if fills_half and num_rows > 32 and steps > 32 and not sums_in_tensor_core:
+        return Tiles(64, 32, 1, 11)
     has_several = count > num_sms
     num_splits = max(round(num_sms / count), 1) if can_split else 1
     has_few_steps = steps <= 32 * num_splits
@@ -947,8 +953,6 @@ def _choose_few(
     if can_split and is_few and has_few_steps and num_rows > 16:
         num_splits = max(num_splits, min(steps // 14, 2 * num_sms // count))
     num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
-    if num_rows > 32 < steps and not sums_in_tensor_core and 2 * count <= num_sms < 3 * count:
-        return Tiles(64, 32, 1, 11)  # half as wide they fill the card, without parts to be summed
     if not is_few:
         stages = min(_most_stages(64, 64, _SHARED_BYTES), 11 if sums_in_tensor_core else 8)
         return Tiles(64, 64, num_splits if 3 * count <= num_sms else 1, stages)
@@ -1066,14 +1070,12 @@ class _Again:
         at = self._descriptors.at
         operands = (*at(0, a), *at(1, b), *at(2, scale_a), scale_b)
         offsets = (row_offsets,) if self._takes_offsets else ()
-
-        def multiply(bias: int | None, into: int | None) -> None:
-            self._multiply((*operands, bias, *at(5, into), *offsets))
-
         if self._add is None:
-            multiply(bias, out)
+            self._multiply((*operands, bias, *at(5, out), *offsets))
         else:
-            self._add(lambda into: multiply(None, into), bias, out)
+            self._add(
+                lambda into: self._multiply((*operands, None, *at(5, into), *offsets)), bias, out
+            )
 
 
 def _tiles_for(
@@ -1186,7 +1188,7 @@ def _call(
     return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
 
 
-_BUDGET = spills("where pointers to scales in rows meet 40 registers", 0, newer=128)
+_BUDGET = spills("128 registers of few rows; looking for one of 1024 experts", 0, newer=32)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
