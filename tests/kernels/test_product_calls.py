@@ -110,16 +110,16 @@ def test_weight_only(bits, num_rows, num_columns, group_size, num_launches, monk
 SCALES = [("row", False), ("group", False), ("group", True)]  # and whether column-major
 
 
-def scaled_mm_tensors(num_rows, num_columns, granularity, column_major, num_experts=0):
+def scaled_mm_tensors(num_rows, num_columns, granularity, column_major, num_experts=0, depth=4096):
     a, scale_a = quantize_fp8(
-        torch.ones(num_rows, 4096),
+        torch.ones(num_rows, depth),
         granularity=granularity,
         column_major_scales=column_major,
         backend="reference",
     )
-    b = torch.zeros(num_experts or 1, num_columns, 4096, dtype=a.dtype).mT
+    b = torch.zeros(num_experts or 1, num_columns, depth, dtype=a.dtype).mT
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32) if num_experts else None
-    cells = (32, -(-num_columns // 128)) if granularity == "group" else (1, num_columns)
+    cells = (depth // 128, -(-num_columns // 128)) if granularity == "group" else (1, num_columns)
     bias, out = torch.ones(1, num_columns), torch.empty(1, num_rows, num_columns).half()
     scale_b = torch.ones(num_experts or 1, *cells)
     return a[None], b, scale_a[None], scale_b, offsets, bias.expand(len(b), -1), out
@@ -138,22 +138,24 @@ def check_scaled_mm(module, *shape, monkeypatch):
 
 @pytest.mark.parametrize("granularity, column_major", SCALES)
 @pytest.mark.parametrize(
-    "num_rows, num_columns, num_launches",
+    "num_rows, num_columns, depth, kernel, num_launches",
     [
-        (5, 8192, 1),
-        (64, 512, 2),
-        (100, 256, 2),
-        (100, 512, 1),
-        (300, 8192, 1),
+        (5, 8192, 4096, "scaled_mm_few_kernel", 1),
+        (64, 512, 4096, "scaled_mm_few_kernel", 2),
+        (100, 256, 4096, "scaled_mm_few_kernel", 2),
+        (300, 640, 16384, "_scaled_mm_kernel", 2),
+        (300, 8192, 4096, "_scaled_mm_kernel", 1),
     ],  # few rows and more, K cut or not
 )
-def test_scaled_mm(num_rows, num_columns, num_launches, granularity, column_major, monkeypatch):
+def test_scaled_mm(
+    num_rows, num_columns, depth, kernel, num_launches, granularity, column_major, monkeypatch
+):
     launches, encoded = check_scaled_mm(
-        hopper_scaled_mm, num_rows, num_columns, granularity, column_major,
+        hopper_scaled_mm, num_rows, num_columns, granularity, column_major, 0, depth,
         monkeypatch=monkeypatch,
     )  # fmt: skip
-    assert len(launches) == num_launches
-    if num_rows <= 64:
+    assert len(launches) == num_launches and launches[0][0] == kernel
+    if kernel == "scaled_mm_few_kernel":
         assert encoded == [0, 1]
     else:  # parts of out may lie elsewhere the next time
         kept = [number for number in encoded if number < 5]

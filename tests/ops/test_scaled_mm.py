@@ -176,7 +176,10 @@ def test_hopper_loses_of_whole_sums_what_is_stated(m, scaling):
     exact = a.real @ b.real.mT
     for accumulation in ("exact", "fast"):
         is_fast = accumulation == "fast" and scaling[0] != "group"
-        tiles = choose_tiles(m, 8448, 16384, 1, sums_in_tensor_core=is_fast, num_sms=132)
+        tiles = choose_tiles(
+            m, 8448, 16384, 1, sums_in_tensor_core=is_fast, has_groups=scaling[0] == "group",
+            num_sms=132,
+        )  # fmt: skip
         assert tiles.num_splits == 1
         result = multiply(a, b, "hopper", accumulation=accumulation, out_dtype=FP32)
         bias = ((result.double().mean() - exact.mean()) / exact.mean()).item()
@@ -555,20 +558,67 @@ def test_another_number_of_rows_compiles_nothing_new():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
-@pytest.mark.parametrize("m", [1, 7, 16, 33, 64])
 @pytest.mark.parametrize(
-    ("n", "k"),
-    [(8448, 2048), (25344, 1536), (8448, 4352)],  # a ring goes round; three programs an SM; a warp
-    ids=["round", "three", "warp"],  # that only fetches, if rows are more than 16
-)
-def test_few_rows_of_large_matrices(n, k, m, scaling):
+    ("m", "n", "k"),
+    [
+        *((m, n, k) for m in (1, 7, 16, 33, 64) for n, k in (
+            (8448, 3200),  # a ring goes round, and ends with half a stage
+            (25344, 1536), (2112, 7040),  # three programs an SM; parts of K
+        )),
+        (100, 8448, 2048), (129, 4160, 3200), (250, 2112, 1920),  # several times 64 rows
+    ],
+)  # fmt: skip
+def test_few_rows_of_large_matrices(m, n, k, scaling):
     a, b = operands(m, n, k, scaling, device="cuda")
     bias = torch.randn(n, device="cuda", dtype=BF16)
-    for options in ({}, {"out_dtype": FP32}):
+    for options in ({}, {"out_dtype": FP32}, {"accumulation": "fast", "out_dtype": FP32}):
+        if "accumulation" in options and scaling[0] != "group":
+            exact = a.real @ b.real.mT + bias.double()
+            result = multiply(a, b, "hopper", bias=bias, **options)
+            assert (result.double() - exact).norm() < 1e-2 * exact.norm()
+            continue
         first = multiply(a, b, "hopper", bias=bias, **options)
         assert_right(first, a, b, bias=bias)
         for _ in range(3):
             assert torch.equal(multiply(a, b, "hopper", bias=bias, **options), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_column_major", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "columns"),
+    [(64, 4096, 4480, 32), (48, 4104, 4352, 32), (100, 4096, 4480, 64), (128, 4160, 4400, 64)],
+)
+def test_groups_in_stages_of_two_steps(m, n, k, columns, is_column_major):
+    """One warpgroup; the last stage is whole or half full."""
+    from kvkern.kernels.hopper.scaled_mm import choose_tiles
+
+    tiles = choose_tiles(m, n, k, 1, sums_in_tensor_core=False, has_groups=True, num_sms=132)
+    assert (tiles.columns, tiles.steps, tiles.is_few) == (columns, 2, False)
+    a, b = operands(m, n, k, ("group", "block"), device="cuda")
+    if is_column_major:
+        of_columns = torch.empty(a.scale.shape[-1], -(-m // 4) * 4, device="cuda")
+        a.scale = of_columns.mT[:m].copy_(a.scale)
+    result = multiply(a, b, "hopper")
+    assert_right(result, a, b)
+    for _ in range(3):
+        assert torch.equal(multiply(a, b, "hopper"), result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [3, 64, 128])
+def test_what_lies_past_the_last_scale_is_not_read(m):
+    """Stages have two groups, of which K of an odd number leaves one."""
+    a, b = operands(m, 4096, 4480, ("group", "block"), device="cuda")
+    result = multiply(a, b, "hopper")
+    for operand in (a, b):
+        rows, groups = operand.scale.shape
+        poisoned = torch.full((rows + 1, groups + 1), float("nan"), device="cuda")
+        operand.scale = poisoned[:rows, :groups].copy_(operand.scale)
+    assert torch.equal(multiply(a, b, "hopper"), result)
+    a.scale[0, -1] = float("inf")
+    assert not multiply(a, b, "hopper")[0].isfinite().any()
+    assert torch.equal(multiply(a, b, "hopper")[1:], result[1:])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -633,7 +683,9 @@ def test_rows_that_stay_where_sums_are_short(m, n, of_matrices, k, scaling, accu
 def test_warpgroups_that_take_turns(m, n, k, of_matrices, out_dtype, scaling):
     from kvkern.kernels.hopper.scaled_mm import choose_tiles
 
-    tiles = choose_tiles(m, n, k, of_matrices, sums_in_tensor_core=True, num_sms=132)
+    tiles = choose_tiles(
+        m, n, k, of_matrices, sums_in_tensor_core=True, has_groups=False, num_sms=132
+    )
     assert tiles.has_turns
     lead = (of_matrices,) if of_matrices > 1 else ()
     a, b = operands(m, n, k, scaling, device="cuda", lead=lead)

@@ -55,6 +55,7 @@ class _Order(NamedTuple):
 
     rows: int  # of a tile
     columns: int
+    steps: int  # of 128 of K that a stage of the ring has
     band: int  # row tiles that are done column after column
     kept: int  # steps of a that stay while tiles have the same rows: all, or none
     has_narrow: bool  # the last column of tiles is no more than half as wide as others
@@ -181,12 +182,12 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     split = 0 * turn
     first_step = 0 * turn
     end_step = gl.cdiv(depth, BLOCK_K)
-    if ORDER.has_splits:
-        steps = end_step
+    if ORDER.has_splits:  # each begins with a stage
+        stages = gl.cdiv(end_step, ORDER.steps)
         split = tile % num_splits
         tile = tile // num_splits
-        first_step = split * steps // num_splits
-        end_step = (split + 1) * steps // num_splits
+        first_step = split * stages // num_splits * ORDER.steps
+        end_step = gl.minimum((split + 1) * stages // num_splits * ORDER.steps, end_step)
     in_matrix = tile
     matrix = 0 * turn
     if ORDER.has_matrices:
@@ -234,9 +235,11 @@ def _fetch(
     STAGES: gl.constexpr = b.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
     BLOCK_N: gl.constexpr = b.shape[2]
+    STEPS: gl.constexpr = ORDER.steps
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
-    OF_A: gl.constexpr = a_desc.block_type.nbytes + (4 * BLOCK_M if IS_COLUMN_MAJOR else 0)
+    OF_SCALES: gl.constexpr = 4 * STEPS * BLOCK_M if IS_COLUMN_MAJOR else 0
+    OF_A: gl.constexpr = a_desc.block_type.nbytes + OF_SCALES
     OF_B: gl.constexpr = b_desc.block_type.nbytes
     num_rows, _, _, _, _, _ = shape
     a_matrix, a_row, a_group, b_matrix, b_group, b_column, _ = strides
@@ -250,27 +253,32 @@ def _fetch(
         if ORDER.num_experts:
             of_rows = 0 * matrix
         if HAS_GROUPS and not IS_COLUMN_MAJOR:
-            row = gl.minimum(first_row + gl.arange(0, BLOCK_M, layout=LANES), num_rows - 1)
+            lane = gl.arange(0, STEPS * BLOCK_M, layout=LANES)
+            row = gl.minimum(first_row + lane % BLOCK_M, num_rows - 1)
+            step_of_a = lane // BLOCK_M  # of a stage
             of_a = scale_a_ptr + of_rows.to(gl.int64) * a_matrix
-            of_a += first_step.to(gl.int64) * a_group
+            of_a += (first_step + step_of_a).to(gl.int64) * a_group
             of_a += row.to(gl.int64) * a_row
-        if HAS_GROUPS:
+        if HAS_GROUPS:  # those of b with a copy for each row of a warpgroup
+            step_of_b = gl.arange(0, STEPS * _WAVE, layout=LANES) // _WAVE
             of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
-            of_b += (n * BLOCK_N // 128).to(gl.int64) * b_column + first_step.to(gl.int64) * b_group
-            of_b += gl.zeros([_WAVE], gl.int32, LANES)  # a copy for each row of a warpgroup
-            scale_b = gl.load(of_b)
+            of_b += (n * BLOCK_N // 128).to(gl.int64) * b_column
+            of_b += (first_step + step_of_b).to(gl.int64) * b_group
+            scale_b = gl.load(of_b, mask=step_of_b < end_step - first_step, other=0)
         has_rows = (matrix == matrix_before) & (first_row == row_before)
         matrix_before = matrix
         row_before = first_row
-        for step in range(first_step, end_step):
+        for step in range(first_step, end_step, STEPS):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             place = step if ORDER.kept else stage
             rows = a.index(place).slice(0, BOX_M, dim=1)  # those past them are never stored
-            if HAS_GROUPS:  # before this warp arrives at the barrier; the next step's is on its way
+            if (
+                HAS_GROUPS
+            ):  # before this warp arrives at the barrier; the next stage's is on its way
                 factors_b.index(stage).store(scale_b)
-                of_b += gl.where(step + 1 < end_step, b_group, 0)
-                scale_b = gl.load(of_b)
+                of_b += STEPS * b_group
+                scale_b = gl.load(of_b, mask=step_of_b < end_step - step - STEPS, other=0)
             if ORDER.kept and has_rows:
                 mbarrier.expect(bar, OF_B)
             else:
@@ -281,8 +289,11 @@ def _fetch(
                     load_tile(scale_a_ptr, at, bar, factors_a.index(place))
             load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
             if HAS_GROUPS and not IS_COLUMN_MAJOR:
-                copy_values(factors_a.index(place), of_a)
-                of_a += a_group
+                if STEPS == 1:
+                    copy_values(factors_a.index(place), of_a)
+                else:
+                    copy_values(factors_a.index(place), of_a, step_of_a < end_step - step)
+                of_a += STEPS * a_group
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
 
@@ -400,31 +411,40 @@ def _sum_in_pairs(
     acc, ring, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """The same of once 64 rows, with scales or without: one is added while the next is made."""
+    """The same of once 64 rows, with scales or without: one is added while the next is made.
+
+    A stage has both steps of a pair, or one. ptxas lets products overlap only where the end is one
+    of two.
+    """
     _, b, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
-    part, scale = _begin_step(acc, ring, stage, phase, 0, WHICH, HAS_GROUPS, ORDER)
+    BOTH: gl.constexpr = ORDER.steps == 2
+    part, scale = _begin_step(acc, ring, stage, phase, 0, 0, WHICH, HAS_GROUPS, ORDER)
     part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
     for pair in range((num_steps - 1) // 2):
-        stage_2, phase_2 = next_stage(stage, phase, STAGES)
+        stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, 2 * pair + 1, BOTH, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        mbarrier.arrive(empty.index(stage), count=1)
+        if not BOTH:
+            mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
-        part, scale = _begin_step(acc, ring, stage, phase, 2 * pair + 2, WHICH, HAS_GROUPS, ORDER)
+        part, scale = _begin_step(
+            acc, ring, stage, phase, 2 * pair + 2, 0, WHICH, HAS_GROUPS, ORDER
+        )
         part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
         mbarrier.arrive(empty.index(stage_2), count=1)
         acc = _add(acc, part_2, scale_2, HAS_GROUPS)
     if num_steps % 2 == 0:
-        stage_2, phase_2 = next_stage(stage, phase, STAGES)
+        stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, num_steps - 1, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, num_steps - 1, BOTH, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        mbarrier.arrive(empty.index(stage), count=1)
+        if not BOTH:
+            mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
         part_2 = warpgroup_mma_wait(0, deps=(part_2,))
@@ -439,31 +459,52 @@ def _sum_in_pairs(
 
 
 @gluon.jit
+def _second_of_pair(stage, phase, STAGES: gl.constexpr, ORDER: gl.constexpr):
+    """Where in the ring it is."""
+    if ORDER.steps == 2:
+        return stage, phase
+    else:
+        return next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
 def _begin_step(
-    acc, ring, stage, phase, step, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    ORDER: gl.constexpr,
+    acc, ring, stage, phase, step,
+    NUMBER: gl.constexpr,  # in its stage
+    WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
     a, b, factors_a, factors_b, full, _, _ = ring
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
+    FIRST_COLUMN: gl.constexpr = _first_column(WHICH, ORDER)
     place = step if ORDER.kept else stage
-    mbarrier.wait(full.index(stage), phase)
+    if NUMBER == 0:
+        mbarrier.wait(full.index(stage), phase)
     scale = 1.0
     if HAS_GROUPS:
-        scale = _load_scales(factors_a, place, FIRST, OF_ROW)
-        scale *= _load_scales(factors_b, stage, 0, OF_ROW)
+        scale = _load_scales(factors_a, place, NUMBER * ORDER.rows + FIRST, OF_ROW)
+        scale *= _load_scales(factors_b, stage, NUMBER * _WAVE, OF_ROW)
     rows = as_matrix(a.index(place)).slice(FIRST, _WAVE, dim=0)
-    columns = _columns_of(b, stage, _first_column(WHICH, ORDER), acc.shape[1])
-    return _begin(rows, columns), scale
+    columns = as_matrix(b.index(stage)).slice(FIRST_COLUMN, acc.shape[1], dim=0)
+    if ORDER.steps == 2:
+        rows = rows.slice(NUMBER * BLOCK_K, BLOCK_K, dim=1)
+        columns = columns.slice(NUMBER * BLOCK_K, BLOCK_K, dim=1)
+    return _begin(rows, columns.permute((1, 0))), scale
+
+
+@gluon.constexpr_function
+def _size_of(shape):
+    return math.prod(shape)
 
 
 @gluon.jit
 def _load_scales(factors, place, FIRST: gl.constexpr, OF_ROW: gl.constexpr):
     """Of 64 rows; loaded here."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    COUNT: gl.constexpr = factors.shape[len(factors.shape) - 1]
-    flat = view_tile(factors.index(place), gl.float32, [COUNT], FLAT)
+    of_place = factors.index(place)
+    COUNT: gl.constexpr = _size_of(of_place.shape)
+    flat = view_tile(of_place, gl.float32, [COUNT], FLAT)
     return pin(flat.slice(FIRST, _WAVE).load(OF_ROW))
 
 
@@ -711,9 +752,9 @@ def _several(count, shape):
 
 @gluon.jit(do_not_specialize=OF_A_STEP)
 def _scaled_mm_kernel(
-    a_desc,  # fp8 [G, M, K] in boxes [1, BLOCK_M, 128], of fewer rows where there are few
-    b_desc,  # fp8 [G, N, K] in boxes [1, BLOCK_N, 128]
-    scale_a_ptr,  # fp32 [G, cells of M, cells of K], or [G, cells of K, M] in boxes [1, 1, BLOCK_M]
+    a_desc,  # fp8 [G, M, K] in boxes of a stage, [1, BLOCK_M, 128 or 256], or fewer rows
+    b_desc,  # fp8 [G, N, K] in boxes of a stage, [1, BLOCK_N, 128 or 256]
+    scale_a_ptr,  # fp32 [G, cells of M, cells of K], or [G, cells of K, M] in boxes of a stage
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
     out_desc,  # [S * G, M, N] in boxes [1, 64, 128 bytes], or slices of [T, N]
@@ -743,8 +784,10 @@ def _scaled_mm_kernel(
     PLACES: gl.constexpr = ORDER.kept if ORDER.kept else STAGES  # of a's steps
     NUM_FACTORS: gl.constexpr = PLACES if HAS_GROUPS else 1
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a = gl.allocate_shared_memory(a_desc.dtype, [PLACES, 1, BLOCK_M, BLOCK_K], a_desc.layout)
-    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, BLOCK_K], b_desc.layout)
+    STEPS: gl.constexpr = ORDER.steps
+    OF_K: gl.constexpr = STEPS * BLOCK_K
+    a = gl.allocate_shared_memory(a_desc.dtype, [PLACES, 1, BLOCK_M, OF_K], a_desc.layout)
+    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)
     GROUPS: gl.constexpr = ORDER.groups
     staged = gl.allocate_shared_memory(
         out_desc.dtype, _several(GROUPS * BOXES, out_desc.block_type.shape), out_desc.layout
@@ -753,11 +796,12 @@ def _scaled_mm_kernel(
     of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, OF_COLUMNS], FLAT)
     if IS_COLUMN_MAJOR:
         factors_a = gl.allocate_shared_memory(
-            gl.float32, [NUM_FACTORS, 1, 1, BLOCK_M], scale_a_ptr.layout
+            gl.float32, [NUM_FACTORS, 1, STEPS, BLOCK_M], scale_a_ptr.layout
         )
     else:
-        factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, BLOCK_M], FLAT)
-    factors_b = gl.allocate_shared_memory(gl.float32, [STAGES if HAS_GROUPS else 1, _WAVE], FLAT)
+        factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, STEPS * BLOCK_M], FLAT)
+    NUM_OF_B: gl.constexpr = STAGES if HAS_GROUPS else 1
+    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_OF_B, STEPS * _WAVE], FLAT)
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     full = make_barriers(STAGES, 33 if BY_LANES else 1)  # lanes of the warp, and the TMA
     empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
@@ -822,6 +866,7 @@ class Tiles(NamedTuple):
     is_few: bool = False  # whether ``scaled_mm_few`` has a kernel for it
     kept: int = 0  # steps of a that stay in shared memory from tile to tile: all, or none
     has_turns: bool = False  # whether a warpgroup makes every other tile alone
+    steps: int = 1  # of K that a stage has
 
 
 _SHARED_BYTES = 232_448
@@ -830,13 +875,14 @@ _SHARED_BYTES = 232_448
 _STEP_NS = {
     True: {
         (128, 256): 660, (256, 128): 660, (128, 128): 360, (128, 64): 225, (128, 32): 205,
-        (64, 128): 200, (64, 64): 155,
+        (64, 128): 200,
     },
     False: {
         (256, 128): 690, (128, 128): 400, (128, 64): 280, (128, 32): 245, (64, 128): 230,
-        (64, 64): 165, (64, 32): 145,
+        (64, 64): 180, (64, 32): 155,
     },
 }  # fmt: skip
+_FEW = Tiles(64, 64, 1, 0, is_few=True)
 _STEP_NS_IN_TURNS = 350  # of 128 x 128
 _STEP_NS_OF_EXPERTS = {  # of as many rows and 128 columns, where b is not read again by others
     True: {64: 220, 128: _STEP_NS_IN_TURNS, 256: 660}, False: {64: 250, 128: 400, 256: 690},
@@ -850,33 +896,35 @@ def choose_tiles(
     num_matrices: int,
     *,
     sums_in_tensor_core: bool,
+    has_groups: bool,
     num_sms: int,
     can_split: bool = True,
 ) -> Tiles:
     """What takes the busiest SM the least time.
 
-    A thread holds a large tile's sums, and the product of a step beside them unless the tensor core
-    sums: so it is 256 x 128 or 128 x 256. Where K is not long, what a tile's end takes counts for
-    more, which warpgroups hide that make 128 x 128 each in turns; they need a tensor core that one
-    of them keeps busy. Where all of K takes no more room than a ring, programs keep a's rows and
-    take tile after tile of them.
+    Few rows, and more where that fills the card, have the kernel that begins sooner. A thread holds
+    a large tile's sums, and the product of a step beside them unless the tensor core sums: so it is
+    256 x 128 or 128 x 256. Where K is not long, what a tile's end takes counts for more, which
+    warpgroups hide that make 128 x 128 each in turns; they need a tensor core that one of them
+    keeps busy. Where all of K takes no more room than a ring, programs keep a's rows and take tile
+    after tile of them.
     """
     steps = triton.cdiv(depth, 128)
-    if num_rows <= _WAVE.value:
-        return _choose_few(
-            num_rows,
-            triton.cdiv(num_columns, 64) * num_matrices,
-            steps,
-            num_sms,
-            sums_in_tensor_core=sums_in_tensor_core,
-            can_split=can_split,
-        )
 
     def ns(tile: Tiles) -> float:
         """Of the busiest SM."""
         rows, columns, num_splits = tile[:3]
         tiles_m, tiles_n = triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns)
         count = float(num_matrices * tiles_m * tiles_n)
+        of_sum = 0.0
+        if num_splits > 1:  # a launch, and parts that are written and read
+            of_sum = 2400 + num_splits * num_matrices * num_rows * num_columns / 340
+        if tile.is_few:
+            step_of_few = _step_of_few(
+                num_rows, int(count) * num_splits, tiles_m, num_sms,
+                sums_in_tensor_core=sums_in_tensor_core, has_groups=has_groups,
+            )  # fmt: skip
+            return float(triton.cdiv(steps, num_splits) * step_of_few + of_sum)
         if _has_narrow(num_columns, tile):
             count -= num_matrices * tiles_m / 2
         count *= num_splits
@@ -888,22 +936,30 @@ def choose_tiles(
         if left > 0:
             of_steps += max(of_step, left * of_b)
         of_end = 1500 if max(rows, columns) == 256 else 800
-        of_sum = 0.0
-        if num_splits > 1:  # a launch, and parts that are written and read
-            of_sum = 2800 + num_splits * num_matrices * num_rows * num_columns / 340
         num_ends = 1 if tile.has_turns else math.ceil(count / num_sms)  # that nothing hides
-        return float(triton.cdiv(steps, num_splits) * of_steps + num_ends * of_end + of_sum)
+        of_start = 500  # of a warp that fetches
+        of_ends = num_ends * of_end
+        return float(triton.cdiv(steps, num_splits) * of_steps + of_start + of_ends + of_sum)
 
     step_ns = _STEP_NS[sums_in_tensor_core]
-    is_wide = steps > 8 and num_rows > 256
-    shapes = [shape for shape in step_ns if shape != (128, 256) or is_wide]
-    splits = (1, 2, 4, 8) if can_split else (1,)
-    tiles = [Tiles(*shape, split, 0) for shape in shapes for split in splits if split <= steps]
+    most_splits = max(min(steps // 4, MOST_SPLITS), 1) if can_split else 1
+    few = triton.cdiv(num_rows, 64) * triton.cdiv(num_columns, 64) * num_matrices  # programs
+    most_of_few = most_splits if num_rows <= 64 else min(most_splits, 2 * num_sms // few)
+    tiles = [_FEW._replace(num_splits=n) for n in (1, 2, 4, 8, 16) if n <= most_of_few]
+    for rows, columns in step_ns:
+        is_one = rows == 64 and columns <= 64  # warpgroup, with two steps a stage
+        is_wide = columns == 256
+        if (is_one or num_rows > 64) and (not is_wide or (steps > 8 and num_rows > 256)):
+            tile = Tiles(rows, columns, 1, 0, steps=2 if is_one else 1)
+            tiles += [tile._replace(num_splits=n) for n in (1, 2, 4, 8) if n <= most_splits]
     if sums_in_tensor_core and num_rows > 256:
         tiles.append(Tiles(128, 128, 1, 0, has_turns=True))
     best = min(tiles, key=ns)
+    if best.is_few:
+        programs = triton.cdiv(few * best.num_splits, num_sms)
+        return _with_stages_of_few(best, num_rows, steps, programs)
     most = 11 if sums_in_tensor_core or best.rows == 64 else 8
-    stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), most)
+    stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), most) // best.steps
     is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
     keeps_a = 3 <= steps <= 4 and best.num_splits == 1 and (best.rows == 256 or is_one)
     if keeps_a and not _has_narrow(num_columns, best):
@@ -924,44 +980,39 @@ def choose_tiles_of_experts(rows_of_expert: int, *, sums_in_tensor_core: bool) -
     return Tiles(rows, 128, 1, stages, has_turns=sums_in_tensor_core and rows == 128)
 
 
-def _choose_few(
+def _step_of_few(
     num_rows: int,
-    count: int,
-    steps: int,
+    count: int,  # of programs
+    tiles_m: int,
     num_sms: int,
     *,
     sums_in_tensor_core: bool,
-    can_split: bool,
-) -> Tiles:
-    """``count`` tiles of 64 columns; K is cut into as many parts as give each SM one.
-
-    The kernel without a warp that fetches begins 1 us sooner, but takes longer over a step with
-    more than 16 rows, unless an SM has several programs at a time. Up to 32 steps of an SM are
-    shared by two. Where tiles leave half of the card idle and K is long, those of half the columns
-    fill it, and are no parts to be summed.
-    """
-    fills_half = 2 * count <= num_sms < 3 * count
-    if fills_half and num_rows > 32 and steps > 32 and not sums_in_tensor_core:
-        return Tiles(64, 32, 1, 11)
-    has_several = count > num_sms
-    num_splits = max(round(num_sms / count), 1) if can_split else 1
-    has_few_steps = steps <= 32 * num_splits
+    has_groups: bool,
+) -> float:
+    """ns: of a program alone, or by what its SM takes in, or by what memory gives."""
+    rows = _rows_of_few(num_rows)
+    programs = triton.cdiv(count, num_sms)
+    taken_in = programs * (rows + 64) * 128 / 122
+    memory = 4000 if 4 * count > 3 * num_sms else 3600  # bytes a ns
+    of_b = count / tiles_m * 64 * 128 / memory
     if sums_in_tensor_core:
-        is_few = num_rows <= 32 or has_several or steps <= 32 or 3 * count <= num_sms
-    else:
-        is_few = num_rows <= 16 or has_few_steps or (num_rows <= 32 and has_several)
-    if can_split and is_few and has_few_steps and num_rows > 16:
-        num_splits = max(num_splits, min(steps // 14, 2 * num_sms // count))
-    num_splits = max(min(num_splits, steps // 4, MOST_SPLITS), 1)
-    if not is_few:
-        stages = min(_most_stages(64, 64, _SHARED_BYTES), 11 if sums_in_tensor_core else 8)
-        return Tiles(64, 64, num_splits if 3 * count <= num_sms else 1, stages)
-    most = 5 if sums_in_tensor_core or num_rows <= 32 else 4  # of 128 registers a thread
-    programs = min(triton.cdiv(count * num_splits, num_sms), most)  # that an SM has at a time
-    rows = power_of_two(max(num_rows, 8))
-    stages = _most_stages(rows, 64, _SHARED_BYTES // programs + 18 * 1024)
-    stages = min(stages, 10, triton.cdiv(steps, num_splits))
-    return Tiles(64, 64, num_splits, stages, is_few=True)
+        return float(max(112, taken_in, of_b))
+    alone = 135 + 1.45 * rows if has_groups else 115 + 0.8 * rows
+    return float(max(alone, programs * alone * 0.75, taken_in, of_b))
+
+
+def _rows_of_few(num_rows: int) -> int:
+    """Of a program."""
+    return power_of_two(min(max(num_rows, 8), 64))
+
+
+def _with_stages_of_few(tiles: Tiles, num_rows: int, steps: int, programs: int) -> Tiles:
+    """As many as there is room for beside other programs of the SM, and as K has."""
+    room = _SHARED_BYTES // min(programs, 5) + 18 * 1024  # nothing is staged
+    stages = min(_most_stages(_rows_of_few(num_rows), 64, room), 20)
+    of_k = 2 if stages >= 6 or num_rows <= 16 else 1
+    stages = min(stages // of_k, triton.cdiv(steps, of_k * tiles.num_splits))
+    return tiles._replace(stages=max(stages, 2), steps=of_k)
 
 
 def _most_stages(rows: int, columns: int, shared_bytes: int) -> int:
@@ -997,9 +1048,10 @@ def _boxes(
     a_tile = tiles.rows * tiles.columns * itemsize // (8192 if tiles.has_turns else 16384)
     if _has_narrow(num_columns, tiles):
         a_tile //= 2
-    used = tiles.stages * (tiles.rows + tiles.columns) * 128 + 4 * num_experts + 512
+    steps = tiles.stages * tiles.steps
+    used = steps * (tiles.rows + tiles.columns) * 128 + 4 * num_experts + 512
     if has_groups:
-        used += tiles.stages * (tiles.rows + 64) * 4
+        used += steps * (tiles.rows + 64) * 4
     if has_bias or not has_groups:
         used += 16 * tiles.columns
     return 2 if used + 2 * 2 * 8192 <= _SHARED_BYTES and a_tile % 2 == 0 else 1
@@ -1098,6 +1150,7 @@ def _tiles_for(
         depth,
         num_matrices,
         sums_in_tensor_core=not is_exact and cell_a[1] == 0,
+        has_groups=cell_a[1] > 0,
         num_sms=num_sms,
         can_split=num_columns % 4 == 0,  # partial sums are stored by TMA too
     )
@@ -1129,9 +1182,10 @@ def _call(
         return {f"stride_{name}_{dim}": 0 if size == 1 else step for dim, size, step in pairs}
 
     parts = out.flatten(0, -3)  # [S * G, M, N]
+    of_k = 128 * tiles.steps
     arguments: dict[str, Any] = {
-        "a_desc": matrix_descriptor(a, (min(tiles.rows, power_of_two(max(num_rows, 8))), 128)),
-        "b_desc": matrix_descriptor(b.mT, (tiles.columns, 128)),
+        "a_desc": matrix_descriptor(a, (min(tiles.rows, power_of_two(max(num_rows, 8))), of_k)),
+        "b_desc": matrix_descriptor(b.mT, (tiles.columns, of_k)),
         "scale_a_ptr": scale_a,
         "scale_b_ptr": scale_b,
         "bias_ptr": bias,
@@ -1161,6 +1215,7 @@ def _call(
     arguments["ORDER"] = _Order(
         rows=tiles.rows,
         columns=tiles.columns,
+        steps=tiles.steps,
         band=1 if tiles.kept else 2048 // tiles.rows,
         kept=tiles.kept,
         has_narrow=not is_grouped and _has_narrow(num_columns, tiles),
@@ -1182,7 +1237,7 @@ def _call(
     # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)
     if arguments["IS_COLUMN_MAJOR"]:
-        of_steps = matrix_descriptor(scale_a.mT, (1, tiles.rows), is_swizzled=False)
+        of_steps = matrix_descriptor(scale_a.mT, (tiles.steps, tiles.rows), is_swizzled=False)
         arguments["scale_a_ptr"] = of_steps
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
@@ -1216,6 +1271,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("exact", 64, 24576, 1536, {"is_exact": True}),
         ("groups-long", 64, 7168, 16384, {"of_groups": "row"}),
         ("groups-half", 64, 4096, 7168, {"of_groups": "column"}),
+        ("groups-64", 128, 4096, 7168, {"of_groups": "row"}),
         ("experts", 4096, 4096, 7168, {"of_groups": "column", "num_experts": 256}),
         ("experts", 4096, 4096, 7168, {"of_groups": "row", "num_experts": 32}),
         ("experts", 4096, 4096, 7168, {"of_groups": "row", "num_experts": 1024}),

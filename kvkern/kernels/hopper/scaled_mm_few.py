@@ -1,9 +1,10 @@
 """scaled_mm of few rows: out^T = sum over groups of 128 of K of (b^T @ a^T) * scale_b * scale_a.
 
-Reading b is all the work. Its columns are the 64 rows that a wgmma wants, and rows of a its 8 to
-128 columns, so that none are made for nothing. A program makes 64 columns of ``out``, or part of K
-of them, and asks for as much of b as it has room for before it multiplies. All warps do the same:
-to start one that only fetches takes 1 us, of 10.
+Reading b is all the work. Its columns are the 64 rows that a wgmma wants, and rows of a its 8 to 64
+columns, so that none are made for nothing. A program makes 64 columns of up to 64 rows of ``out``,
+or part of K of them, and asks for as much of b as it has room for before it multiplies. All warps
+do the same: to start one that only fetches takes 1 us, of 10. To ask for two steps of K takes them
+as long as for one, so a stage of the ring has two where there is room.
 """
 
 from triton.experimental import gluon
@@ -37,40 +38,61 @@ OF_A_STEP = [
 
 @gluon.jit
 def _fetch(ring, place, of_a, of_b, strides, step, stage, HAS_GROUPS: gl.constexpr):
-    """A step's operands, and its scales beside them. Where those of the next step are."""
+    """A stage's operands, their scales beside them. Where those of the next stage are."""
     a, b, factors_a, factors_b, full = ring
-    a_desc, b_desc, matrix, column = place
+    a_desc, b_desc, matrix, row, column, end_step = place
+    STEPS: gl.constexpr = a.shape[3] // BLOCK_K
     bar = full.index(stage)
     mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
     load_tile(b_desc, [matrix, column, step * BLOCK_K], bar, b.index(stage))
-    load_tile(a_desc, [matrix, 0, step * BLOCK_K], bar, a.index(stage))
+    load_tile(a_desc, [matrix, row, step * BLOCK_K], bar, a.index(stage))
     if HAS_GROUPS:
-        copy_values(factors_a.index(stage), of_a)
-        copy_values(factors_b.index(stage), of_b)
+        copy_values(factors_a.index(STEPS * stage), of_a)
+        copy_values(factors_b.index(STEPS * stage), of_b)
+        if STEPS == 2:
+            has_second = (step + 1 < end_step).to(gl.int32)
+            copy_values(factors_a.index(2 * stage + 1), of_a + has_second * strides[0])
+            copy_values(factors_b.index(2 * stage + 1), of_b + has_second * strides[1])
         async_copy.mbarrier_arrive(bar, increment_count=False)
-        of_a += strides[0]
-        of_b += strides[1]
+        of_a += STEPS * strides[0]
+        of_b += STEPS * strides[1]
     return of_a, of_b
 
 
 @gluon.jit
-def _begin(acc, ring, stage, phase):
-    """A step's product, under way."""
-    a, b, _, _, full = ring
-    ACC: gl.constexpr = acc.type.layout
-    mbarrier.wait(full.index(stage), phase)
-    rows = as_matrix(a.index(stage)).permute((1, 0))
-    zero = gl.zeros(acc.shape, gl.float32, ACC)
-    return warpgroup_mma(as_matrix(b.index(stage)), rows, zero, use_acc=False, is_async=True)
+def _refill(
+    ring, place, of_a, of_b, strides, first_step, fill, num_fills, stage,
+    HAS_GROUPS: gl.constexpr,
+):  # fmt: skip
+    """A stage whose products are done, if K has more for it."""
+    a, _, _, _, _ = ring
+    STAGES: gl.constexpr = a.shape[0]
+    if (fill >= STAGES) & (fill < num_fills):
+        thread_barrier()  # all have read it
+        step = first_step + fill * (a.shape[3] // BLOCK_K)
+        of_a, of_b = _fetch(ring, place, of_a, of_b, strides, step, stage, HAS_GROUPS)
+    return of_a, of_b
 
 
 @gluon.jit
-def _scale(ring, stage, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr):
+def _begin(acc, ring, stage, NUMBER: gl.constexpr):
+    """The product of one of a stage's steps, under way."""
+    a, b, _, _, _ = ring
+    ACC: gl.constexpr = acc.type.layout
+    columns = as_matrix(b.index(stage)).slice(NUMBER * BLOCK_K, BLOCK_K, dim=1)
+    rows = as_matrix(a.index(stage)).slice(NUMBER * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
+    zero = gl.zeros(acc.shape, gl.float32, ACC)
+    return warpgroup_mma(columns, rows, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scale(ring, stage, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr, NUMBER: gl.constexpr):
     """What that product is multiplied by."""
-    _, _, factors_a, factors_b, _ = ring
+    a, _, factors_a, factors_b, _ = ring
     if HAS_GROUPS:
-        of_rows = factors_a.index(stage).load(gl.SliceLayout(0, ACC))
-        of_columns = factors_b.index(stage).slice(0, 1).load(gl.SliceLayout(1, ACC))
+        step = stage * (a.shape[3] // BLOCK_K) + NUMBER
+        of_rows = factors_a.index(step).load(gl.SliceLayout(0, ACC))
+        of_columns = factors_b.index(step).slice(0, 1).load(gl.SliceLayout(1, ACC))
         return gl.expand_dims(of_rows, 0) * gl.expand_dims(of_columns, 1)
     else:
         return 1.0
@@ -78,8 +100,8 @@ def _scale(ring, stage, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=[*OF_A_STEP, "stride_out_part"])
 def scaled_mm_few_kernel(
-    a_desc,  # fp8 [G, M, K] in boxes [1, ROWS, 128]
-    b_desc,  # fp8 [G, N, K] in boxes [1, 64, 128]
+    a_desc,  # fp8 [G, M, K] in boxes of a stage, [1, ROWS, 128 or 256]
+    b_desc,  # fp8 [G, N, K] in boxes of a stage, [1, 64, 128 or 256]
     scale_a_ptr,  # fp32 [G, cells of M, cells of K]
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
@@ -102,7 +124,7 @@ def scaled_mm_few_kernel(
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
     IS_EXACT: gl.constexpr,
 ):
-    """Programs that follow each other have the parts of a tile, then the next tile's."""
+    """Programs that follow each other have parts of a tile, then of the next of b's columns."""
     ROWS: gl.constexpr = a_desc.block_type.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OF_ROW: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -110,9 +132,11 @@ def scaled_mm_few_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     COPIES: gl.constexpr = 32  # of a scale that all columns share
-    NUM_FACTORS: gl.constexpr = STAGES if HAS_GROUPS else 1
-    a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, ROWS, BLOCK_K], a_desc.layout)
-    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, BLOCK_K], b_desc.layout)
+    OF_K: gl.constexpr = a_desc.block_type.shape[2]
+    STEPS: gl.constexpr = OF_K // BLOCK_K
+    NUM_FACTORS: gl.constexpr = STEPS * STAGES if HAS_GROUPS else 1
+    a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, ROWS, OF_K], a_desc.layout)
+    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)
     factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, ROWS], FLAT)
     factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, COPIES], FLAT)
     full = make_barriers(STAGES, 129 if HAS_GROUPS else 1)  # threads' copies, and the TMA
@@ -120,35 +144,41 @@ def scaled_mm_few_kernel(
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
 
     split = gl.program_id(0) % num_splits
+    tiles_m = gl.cdiv(num_rows, ROWS)
     tiles_n = gl.cdiv(num_columns, BLOCK_N)
     tile = gl.program_id(0) // num_splits
+    first_row = tile % tiles_m * ROWS
+    tile = tile // tiles_m
     matrix = tile // tiles_n
     column = tile % tiles_n * BLOCK_N
-    steps = gl.cdiv(depth, BLOCK_K)
-    first_step = split * steps // num_splits
-    num_steps = (split + 1) * steps // num_splits - first_step
+    end_step = gl.cdiv(depth, BLOCK_K)
+    fills = gl.cdiv(depth, OF_K)  # of a stage
+    first_fill = split * fills // num_splits
+    num_fills = (split + 1) * fills // num_splits - first_fill
+    first_step = STEPS * first_fill
 
     of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
     of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
     of_step_a = of_a
     of_step_b = of_b
     if HAS_GROUPS:
-        lane_row = gl.minimum(gl.arange(0, ROWS, layout=THREADS), num_rows - 1)
+        lane_row = gl.minimum(first_row + gl.arange(0, ROWS, layout=THREADS), num_rows - 1)
         of_step_a += first_step.to(gl.int64) * stride_scale_a_group
         of_step_a += lane_row.to(gl.int64) * stride_scale_a_row
         of_step_b += first_step.to(gl.int64) * stride_scale_b_group
         of_step_b += (column // 128).to(gl.int64) * stride_scale_b_column
         of_step_b += gl.zeros([COPIES], gl.int32, THREADS)
     ring = (a, b, factors_a, factors_b, full)
-    place = (a_desc, b_desc, matrix, column)
+    place = (a_desc, b_desc, matrix, first_row, column, end_step)
     strides = (stride_scale_a_group, stride_scale_b_group)
-    for step in range(gl.minimum(num_steps, STAGES)):
+    for fill in range(gl.minimum(num_fills, STAGES)):
+        step = first_step + STEPS * fill
         of_step_a, of_step_b = _fetch(
-            ring, place, of_step_a, of_step_b, strides, first_step + step, step, HAS_GROUPS
+            ring, place, of_step_a, of_step_b, strides, step, fill, HAS_GROUPS
         )
 
     # what the end wants is under way while products are made
-    row = gl.arange(0, ROWS, layout=OF_ROW)
+    row = first_row + gl.arange(0, ROWS, layout=OF_ROW)
     offs_n = column + gl.arange(0, BLOCK_N, layout=OF_COLUMN)
     mask_n = offs_n < num_columns
     if not HAS_GROUPS:
@@ -162,46 +192,45 @@ def scaled_mm_few_kernel(
     acc = gl.zeros([BLOCK_N, ROWS], gl.float32, ACC)
     stage = 0
     phase = 0
-    if not HAS_GROUPS and not IS_EXACT:
-        for step in range(num_steps):
-            mbarrier.wait(full.index(stage), phase)
-            columns = as_matrix(b.index(stage))
+    IN_TENSOR_CORE: gl.constexpr = not HAS_GROUPS and not IS_EXACT
+    for fill in range(num_fills):
+        mbarrier.wait(full.index(stage), phase)
+        if IN_TENSOR_CORE:
             rows = as_matrix(a.index(stage)).permute((1, 0))
-            acc = warpgroup_mma(columns, rows, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            if step + STAGES < num_steps:
-                thread_barrier()  # all have read the stage
-                step += first_step + STAGES
-                _fetch(ring, place, of_a, of_b, strides, step, stage, HAS_GROUPS)
-            stage, phase = next_stage(stage, phase, STAGES)
-    else:
-        for pair in range(num_steps // 2):  # the second step's product is made under the first sum
-            part = _begin(acc, ring, stage, phase)
-            stage_2, phase_2 = next_stage(stage, phase, STAGES)
-            part_2 = _begin(acc, ring, stage_2, phase_2)
-            scale = _scale(ring, stage, ACC, HAS_GROUPS)
-            part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-            acc = pin(acc + part * scale)
-            scale = _scale(ring, stage_2, ACC, HAS_GROUPS)
-            part_2 = warpgroup_mma_wait(0, deps=(part_2,))
-            acc = pin(acc + part_2 * scale)
-            step = 2 * pair + STAGES
-            if step < num_steps:
-                thread_barrier()  # all have read both stages
-                of_step_a, of_step_b = _fetch(
-                    ring, place, of_step_a, of_step_b, strides, first_step + step, stage, HAS_GROUPS
-                )
-                if step + 1 < num_steps:
-                    step += first_step + 1
-                    of_step_a, of_step_b = _fetch(
-                        ring, place, of_step_a, of_step_b, strides, step, stage_2, HAS_GROUPS
-                    )
-            stage, phase = next_stage(stage_2, phase_2, STAGES)
-        if num_steps % 2 == 1:
-            part = _begin(acc, ring, stage, phase)
-            scale = _scale(ring, stage, ACC, HAS_GROUPS)
-            part = warpgroup_mma_wait(0, deps=(part,))
-            acc += part * scale
+            acc = warpgroup_mma(as_matrix(b.index(stage)), rows, acc, is_async=True)
+            acc = warpgroup_mma_wait(STEPS - 1, deps=(acc,))
+        else:
+            part = _begin(acc, ring, stage, 0)
+            part_2 = part
+            if STEPS == 2:
+                part_2 = _begin(acc, ring, stage, 1)
+        if STEPS == 2:  # the stage before, while these products are made
+            last = gl.where(stage == 0, STAGES - 1, stage - 1)
+            of_step_a, of_step_b = _refill(
+                ring, place, of_step_a, of_step_b, strides, first_step, fill - 1 + STAGES,
+                num_fills, last, HAS_GROUPS,
+            )  # fmt: skip
+        if not IN_TENSOR_CORE:
+            scale = _scale(ring, stage, ACC, HAS_GROUPS, 0)
+            if STEPS == 1:
+                part = warpgroup_mma_wait(0, deps=(part,))
+                acc = pin(acc + part * scale)
+            else:
+                part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
+                acc = pin(acc + part * scale)
+                scale = _scale(ring, stage, ACC, HAS_GROUPS, 1)
+                if HAS_GROUPS:  # a step past the last has zeros, and the last's scales
+                    scale = gl.where(first_step + 2 * fill + 1 < end_step, scale, 0.0)
+                part_2 = warpgroup_mma_wait(0, deps=(part_2,))
+                acc = pin(acc + part_2 * scale)
+        if STEPS == 1:  # this stage, while other programs multiply
+            of_step_a, of_step_b = _refill(
+                ring, place, of_step_a, of_step_b, strides, first_step, fill + STAGES, num_fills,
+                stage, HAS_GROUPS,
+            )  # fmt: skip
+        stage, phase = next_stage(stage, phase, STAGES)
+    if IN_TENSOR_CORE:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
 
     if not HAS_GROUPS:
         acc *= gl.expand_dims(scale_b, 1) * gl.expand_dims(scale_a, 0)
@@ -210,7 +239,7 @@ def scaled_mm_few_kernel(
     VEC: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
     OUT: gl.constexpr = gl.BlockedLayout([VEC, 1], [64 // VEC, VEC // 2], [1, 4], [0, 1])
     out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
-    row_out = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+    row_out = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     column_out = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     stride_out_part = stride_out_part // VEC * VEC  # all rows begin at multiples of 16 bytes
     stride_out_row = stride_out_row // VEC * VEC
