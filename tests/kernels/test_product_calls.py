@@ -143,7 +143,7 @@ def check_scaled_mm(module, *shape, monkeypatch):
         (5, 8192, 4096, "scaled_mm_few_kernel", 1),
         (64, 512, 4096, "scaled_mm_few_kernel", 2),
         (100, 256, 4096, "scaled_mm_few_kernel", 2),
-        (300, 640, 16384, "_scaled_mm_kernel", 2),
+        (500, 640, 16384, "_scaled_mm_kernel", 2),
         (300, 8192, 4096, "_scaled_mm_kernel", 1),
     ],  # few rows and more, K cut or not
 )
