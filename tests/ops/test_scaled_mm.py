@@ -617,7 +617,7 @@ def test_what_lies_past_the_last_scale_is_not_read(m):
         operand.scale = poisoned[:rows, :groups].copy_(operand.scale)
     assert torch.equal(multiply(a, b, "hopper"), result)
     a.scale[0, -1] = float("inf")
-    assert not multiply(a, b, "hopper")[0].isfinite().any()
+    assert multiply(a, b, "hopper")[0].isinf().all()  # not NaN, as with zeros past it
     assert torch.equal(multiply(a, b, "hopper")[1:], result[1:])
 
 
