@@ -6,8 +6,8 @@ of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a ti
 columns if it has 64 rows, or every other tile, or one does it all. Where sums are exact, or scales
 change along K, the product of a step leaves the tensor core, whose accumulator keeps some 13 bits,
 and is added in fp32. Rows of experts are cut into tiles that begin and end with them: every role
-finds whose a tile is, on the device. Most products of up to 64 rows have a kernel of their own,
-``scaled_mm_few``; tiles, launches and repeats of both are here.
+finds whose a tile is, on the device. Few rows have a kernel of their own, ``scaled_mm_few``; tiles,
+launches and repeats of both are here.
 """
 
 import math
@@ -477,7 +477,6 @@ def _begin_step(
     a, b, factors_a, factors_b, full, _, _ = ring
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
-    FIRST_COLUMN: gl.constexpr = _first_column(WHICH, ORDER)
     place = step if ORDER.kept else stage
     if NUMBER == 0:
         mbarrier.wait(full.index(stage), phase)
@@ -486,11 +485,11 @@ def _begin_step(
         scale = _load_scales(factors_a, place, NUMBER * ORDER.rows + FIRST, OF_ROW)
         scale *= _load_scales(factors_b, stage, NUMBER * _WAVE, OF_ROW)
     rows = as_matrix(a.index(place)).slice(FIRST, _WAVE, dim=0)
-    columns = as_matrix(b.index(stage)).slice(FIRST_COLUMN, acc.shape[1], dim=0)
+    columns = _columns_of(b, stage, _first_column(WHICH, ORDER), acc.shape[1])
     if ORDER.steps == 2:
         rows = rows.slice(NUMBER * BLOCK_K, BLOCK_K, dim=1)
-        columns = columns.slice(NUMBER * BLOCK_K, BLOCK_K, dim=1)
-    return _begin(rows, columns.permute((1, 0))), scale
+        columns = columns.slice(NUMBER * BLOCK_K, BLOCK_K, dim=0)
+    return _begin(rows, columns), scale
 
 
 @gluon.constexpr_function
@@ -921,7 +920,7 @@ def choose_tiles(
             of_sum = 2400 + num_splits * num_matrices * num_rows * num_columns / 340
         if tile.is_few:
             step_of_few = _step_of_few(
-                num_rows, int(count) * num_splits, tiles_m, num_sms,
+                _rows_of_box(num_rows, tile), int(count) * num_splits, tiles_m, num_sms,
                 sums_in_tensor_core=sums_in_tensor_core, has_groups=has_groups,
             )  # fmt: skip
             return float(triton.cdiv(steps, num_splits) * step_of_few + of_sum)
@@ -937,27 +936,28 @@ def choose_tiles(
             of_steps += max(of_step, left * of_b)
         of_end = 1500 if max(rows, columns) == 256 else 800
         num_ends = 1 if tile.has_turns else math.ceil(count / num_sms)  # that nothing hides
-        of_start = 500  # of a warp that fetches
-        of_ends = num_ends * of_end
-        return float(triton.cdiv(steps, num_splits) * of_steps + of_start + of_ends + of_sum)
+        of_ends = 500 + num_ends * of_end  # and the start of a warp that fetches
+        return float(triton.cdiv(steps, num_splits) * of_steps + of_ends + of_sum)
 
     step_ns = _STEP_NS[sums_in_tensor_core]
     most_splits = max(min(steps // 4, MOST_SPLITS), 1) if can_split else 1
     few = triton.cdiv(num_rows, 64) * triton.cdiv(num_columns, 64) * num_matrices  # programs
     most_of_few = most_splits if num_rows <= 64 else min(most_splits, 2 * num_sms // few)
     tiles = [_FEW._replace(num_splits=n) for n in (1, 2, 4, 8, 16) if n <= most_of_few]
+    if sums_in_tensor_core and 64 < num_rows <= 128 and few <= 2 * num_sms:
+        tiles.append(_FEW._replace(rows=128))
     for rows, columns in step_ns:
-        is_one = rows == 64 and columns <= 64  # warpgroup, with two steps a stage
-        is_wide = columns == 256
-        if (is_one or num_rows > 64) and (not is_wide or (steps > 8 and num_rows > 256)):
-            tile = Tiles(rows, columns, 1, 0, steps=2 if is_one else 1)
+        by_one = rows == 64 and columns <= 64  # warpgroup, with two steps a stage
+        fewest = 1 if by_one else 257 if columns == 256 else 65
+        if num_rows >= fewest and (columns < 256 or steps > 8):
+            tile = Tiles(rows, columns, 1, 0, steps=2 if by_one else 1)
             tiles += [tile._replace(num_splits=n) for n in (1, 2, 4, 8) if n <= most_splits]
     if sums_in_tensor_core and num_rows > 256:
         tiles.append(Tiles(128, 128, 1, 0, has_turns=True))
     best = min(tiles, key=ns)
     if best.is_few:
-        programs = triton.cdiv(few * best.num_splits, num_sms)
-        return _with_stages_of_few(best, num_rows, steps, programs)
+        programs = triton.cdiv(few * 64 // best.rows * best.num_splits, num_sms)
+        return _with_stages_of_few(best, _rows_of_box(num_rows, best), steps, programs)
     most = 11 if sums_in_tensor_core or best.rows == 64 else 8
     stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), most) // best.steps
     is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
@@ -981,7 +981,7 @@ def choose_tiles_of_experts(rows_of_expert: int, *, sums_in_tensor_core: bool) -
 
 
 def _step_of_few(
-    num_rows: int,
+    rows: int,
     count: int,  # of programs
     tiles_m: int,
     num_sms: int,
@@ -990,27 +990,26 @@ def _step_of_few(
     has_groups: bool,
 ) -> float:
     """ns: of a program alone, or by what its SM takes in, or by what memory gives."""
-    rows = _rows_of_few(num_rows)
     programs = triton.cdiv(count, num_sms)
     taken_in = programs * (rows + 64) * 128 / 122
-    memory = 4000 if 4 * count > 3 * num_sms else 3600  # bytes a ns
+    memory = 4000 if 4 * count > 3 * num_sms and rows <= 64 else 3600  # bytes a ns
     of_b = count / tiles_m * 64 * 128 / memory
     if sums_in_tensor_core:
-        return float(max(112, taken_in, of_b))
+        return float(max(112 if rows <= 64 else 215, taken_in, of_b))
     alone = 135 + 1.45 * rows if has_groups else 115 + 0.8 * rows
     return float(max(alone, programs * alone * 0.75, taken_in, of_b))
 
 
-def _rows_of_few(num_rows: int) -> int:
-    """Of a program."""
-    return power_of_two(min(max(num_rows, 8), 64))
+def _rows_of_box(num_rows: int, tile: Tiles) -> int:
+    """That the TMA fetches at once."""
+    return power_of_two(min(max(num_rows, 8), tile.rows))
 
 
-def _with_stages_of_few(tiles: Tiles, num_rows: int, steps: int, programs: int) -> Tiles:
+def _with_stages_of_few(tiles: Tiles, rows: int, steps: int, programs: int) -> Tiles:
     """As many as there is room for beside other programs of the SM, and as K has."""
     room = _SHARED_BYTES // min(programs, 5) + 18 * 1024  # nothing is staged
-    stages = min(_most_stages(_rows_of_few(num_rows), 64, room), 20)
-    of_k = 2 if stages >= 6 or num_rows <= 16 else 1
+    stages = min(_most_stages(rows, 64, room), 20)
+    of_k = 2 if stages >= 6 or rows <= 16 else 1
     stages = min(stages // of_k, triton.cdiv(steps, of_k * tiles.num_splits))
     return tiles._replace(stages=max(stages, 2), steps=of_k)
 
@@ -1184,7 +1183,7 @@ def _call(
     parts = out.flatten(0, -3)  # [S * G, M, N]
     of_k = 128 * tiles.steps
     arguments: dict[str, Any] = {
-        "a_desc": matrix_descriptor(a, (min(tiles.rows, power_of_two(max(num_rows, 8))), of_k)),
+        "a_desc": matrix_descriptor(a, (_rows_of_box(num_rows, tiles), of_k)),
         "b_desc": matrix_descriptor(b.mT, (tiles.columns, of_k)),
         "scale_a_ptr": scale_a,
         "scale_b_ptr": scale_b,
@@ -1206,7 +1205,9 @@ def _call(
     if tiles.is_few:
         arguments["out_ptr"] = out
         arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
-        return (num_units,), arguments, {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": True}
+        maxnreg = 168 if tiles.rows == 128 else 128
+        options = {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True}
+        return (num_units,), arguments, options
     box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
     is_grouped = row_offsets is not None
     num_experts = max(power_of_two(num_matrices), 128) if is_grouped else 0
@@ -1266,6 +1267,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),
         ("groups", 128, 24576, 1536, {"of_groups": "row"}),
         ("fast", 128, 7168, 16384, {"has_bias": True}),
+        ("fast-short", 128, 7168, 2048, {}),
         ("exact-long", 128, 7168, 16384, {"is_exact": True, "dtype": fp32}),
         ("groups", 64, 24576, 1536, {"of_groups": "row"}),
         ("exact", 64, 24576, 1536, {"is_exact": True}),

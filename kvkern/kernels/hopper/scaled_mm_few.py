@@ -1,10 +1,10 @@
 """scaled_mm of few rows: out^T = sum over groups of 128 of K of (b^T @ a^T) * scale_b * scale_a.
 
-Reading b is all the work. Its columns are the 64 rows that a wgmma wants, and rows of a its 8 to 64
-columns, so that none are made for nothing. A program makes 64 columns of up to 64 rows of ``out``,
-or part of K of them, and asks for as much of b as it has room for before it multiplies. All warps
-do the same: to start one that only fetches takes 1 us, of 10. To ask for two steps of K takes them
-as long as for one, so a stage of the ring has two where there is room.
+Reading b is all the work. Its columns are the 64 rows that a wgmma wants, and rows of a its 8 to
+128 columns, so that none are made for nothing. A program makes 64 columns of as many rows of
+``out``, or part of K of them, and asks for as much of b as it has room for before it multiplies.
+All warps do the same: to start one that only fetches takes 1 us, of 10. To ask for two steps of K
+takes them as long as for one, so a stage of the ring has two where there is room.
 """
 
 from triton.experimental import gluon
