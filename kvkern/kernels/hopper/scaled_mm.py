@@ -64,6 +64,7 @@ class _Order(NamedTuple):
     groups: int  # of warps that multiply: of 64 rows one or two, which then share the columns
     has_turns: bool  # a warpgroup makes every other tile alone
     num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
+    adds_both: bool  # products of a pair before the next pair is begun
 
 
 @gluon.constexpr_function
@@ -413,8 +414,8 @@ def _sum_in_pairs(
 ):  # fmt: skip
     """The same of once 64 rows, with scales or without: one is added while the next is made.
 
-    A stage has both steps of a pair, or one. ptxas lets products overlap only where the end is one
-    of two.
+    A stage has both steps of a pair, or one. ptxas lets products overlap only if there are two ways
+    to end, and a step of K may be left for the second.
     """
     _, b, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
@@ -430,13 +431,20 @@ def _sum_in_pairs(
         if not BOTH:
             mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
+        if ORDER.adds_both:
+            part_2 = warpgroup_mma_wait(0, deps=(part_2,))
+            mbarrier.arrive(empty.index(stage_2), count=1)
+            acc = _add(acc, part_2, scale_2, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
         part, scale = _begin_step(
             acc, ring, stage, phase, 2 * pair + 2, 0, WHICH, HAS_GROUPS, ORDER
         )
-        part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
-        mbarrier.arrive(empty.index(stage_2), count=1)
-        acc = _add(acc, part_2, scale_2, HAS_GROUPS)
+        if ORDER.adds_both:
+            part = warpgroup_mma_wait(1, deps=(part,))
+        else:
+            part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
+            mbarrier.arrive(empty.index(stage_2), count=1)
+            acc = _add(acc, part_2, scale_2, HAS_GROUPS)
     if num_steps % 2 == 0:
         stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
         part_2, scale_2 = _begin_step(
@@ -942,7 +950,9 @@ def choose_tiles(
     step_ns = _STEP_NS[sums_in_tensor_core]
     most_splits = max(min(steps // 4, MOST_SPLITS), 1) if can_split else 1
     few = triton.cdiv(num_rows, 64) * triton.cdiv(num_columns, 64) * num_matrices  # programs
-    most_of_few = most_splits if num_rows <= 64 else min(most_splits, 2 * num_sms // few)
+    most_of_few = most_splits
+    if num_rows > 64:
+        most_of_few = min(most_splits, (2 if num_rows <= 128 else 1) * num_sms // few)
     tiles = [_FEW._replace(num_splits=n) for n in (1, 2, 4, 8, 16) if n <= most_of_few]
     if sums_in_tensor_core and 64 < num_rows <= 128 and few <= 2 * num_sms:
         tiles.append(_FEW._replace(rows=128))
@@ -1225,6 +1235,7 @@ def _call(
         groups=_num_groups(tiles, sums_in_tensor_core=not is_exact and cell_a[1] == 0),
         has_turns=tiles.has_turns,
         num_experts=num_experts,
+        adds_both=cell_a[1] > 0 and depth < 16 * 128,
     )
     arguments["HAS_COLUMN_SCALES"] = cell_a[1] == 0 and scale_b.shape[2] > 1
     arguments["BOXES"] = _boxes(
