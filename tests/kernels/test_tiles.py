@@ -241,36 +241,58 @@ def test_hopper_weight_only_products_of_few_rows_have_one_program_an_sm_that_fit
         assert stages * of_step + 4 * 4 * columns * max(rows, 8) < 232_448
 
 
-@pytest.mark.parametrize("in_tensor_core", [True, False])
-def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(in_tensor_core):
-    layers = [(2112, 7168), (24576, 1536), (7168, 16384), (32768, 512), (512, 128), (8, 16)]
+SUMS = ["fast", "exact", "groups"]
+
+
+def hopper_tiles(num_rows, num_columns, depth, sums, num_matrices=1):
+    return hopper_scaled_mm.choose_tiles(
+        num_rows, num_columns, depth, num_matrices, sums_in_tensor_core=sums == "fast",
+        has_groups=sums == "groups", num_sms=132,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sums", SUMS)
+def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(sums):
+    layers = [(2112, 7168), (24576, 1536), (7168, 16384), (32768, 512), (36864, 7168), (512, 128)]
     for num_rows, (num_columns, depth), num_matrices in itertools.product(
-        [1, 16, 17, 64, 65, 128, 200, 4096], layers, [1, 16]
+        [1, 16, 17, 32, 64, 65, 128, 200, 4096], [*layers, (7168, 2048), (8, 16)], [1, 16]
     ):
-        rows, columns, num_splits, stages, is_few, kept, has_turns = hopper_scaled_mm.choose_tiles(
-            num_rows, num_columns, depth, num_matrices,
-            sums_in_tensor_core=in_tensor_core, num_sms=132,
-        )  # fmt: skip
+        tiles = hopper_tiles(num_rows, num_columns, depth, sums, num_matrices)
+        rows, columns, num_splits, stages, is_few, kept, has_turns, of_stage = tiles
         assert rows == 64 or num_rows > 64
-        # a thread has at most 240 registers: a tile's sums, and beside them a product of 64 rows
-        groups = 1 if has_turns or (rows == 64 and (columns <= 64 or in_tensor_core)) else 2
-        sums = rows * columns / 128 / groups
+        # a thread has at most 240 registers: a tile's sums, and beside them a product of 64 rows;
+        # where one warpgroup has 64 x 64, of as many rows of a or columns of b, a pair's two
+        groups = 1 if has_turns or is_few or (rows == 64 and columns <= 64) else 2
+        groups = 1 if rows == 64 and sums == "fast" else groups
         width = columns // groups if rows == 64 else columns
-        assert sums + (0 if in_tensor_core else 64 * width / 128) <= 200
+        of_product = 0 if sums == "fast" else 64 * width / 128
+        assert rows * columns / 128 / groups + of_product * of_stage <= 200
         steps = -(-depth // 128)
-        assert 1 <= num_splits <= steps
+        assert 1 <= num_splits <= max(steps // 4, 1)
+        assert of_stage == (1 if not is_few and groups * 64 * 64 < rows * columns else of_stage)
         if is_few:
-            in_ring = power_of_two(max(num_rows, 8))
-            count = -(-num_columns // 64) * num_matrices * num_splits
-            most = 5 if in_tensor_core or num_rows <= 32 else 4  # of 128 registers a thread
-            programs = min(-(-count // 132), most)
-            assert 1 <= stages <= -(-steps // num_splits)
+            in_ring = power_of_two(min(max(num_rows, 8), rows))
+            count = -(-num_columns // 64) * -(-num_rows // rows) * num_matrices * num_splits
+            programs = min(-(-count // 132), 5)
+            assert programs <= 2 or num_rows <= 64
+            assert stages == 2 or stages * of_stage <= -(-steps // num_splits) + of_stage
         else:
             in_ring, programs = rows, 1
-            assert stages >= 2
-        ring = (kept or stages) * in_ring * (128 + 4) + stages * columns * 128 + 4 * 64 * stages
+        assert stages >= 2
+        of_step = in_ring * (128 + 4) + columns * 128 + 4 * 64
+        ring = of_step * stages * of_stage + max(kept - stages, 0) * in_ring * (128 + 4)
         staged = 0 if is_few else 2 * 64 * 128 + 4 * 4 * columns
         assert programs * (ring + staged + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("sums", SUMS)
+def test_hopper_products_of_few_rows_have_two_steps_a_stage_where_three_fit(sums):
+    """Or where a stage is small."""
+    for num_rows, num_columns, of_stage in (
+        (1, 4096, 2), (1, 36864, 2), (16, 24576, 2), (64, 7168, 2), (32, 36864, 1), (64, 24576, 1),
+    ):  # fmt: skip
+        tiles = hopper_tiles(num_rows, num_columns, 2048, sums)
+        assert tiles.is_few and tiles.steps == of_stage
 
 
 def test_hopper_products_keep_a_where_it_takes_no_more_room_than_in_a_ring():
@@ -278,27 +300,20 @@ def test_hopper_products_keep_a_where_it_takes_no_more_room_than_in_a_ring():
     for num_rows, num_columns, depth in itertools.product(
         [65, 128, 129, 256, 4096], [128, 2112, 8192, 32768], [128, 256, 384, 512, 640, 1536]
     ):
-        tiles = hopper_scaled_mm.choose_tiles(
-            num_rows, num_columns, depth, 1, sums_in_tensor_core=True, num_sms=132
-        )
+        tiles = hopper_tiles(num_rows, num_columns, depth, "fast")
         assert tiles.kept in (0, depth // 128)
         if tiles.kept:
             assert tiles.num_splits == 1 and 3 <= tiles.stages <= tiles.kept <= 4
             assert tiles.rows == 256 or num_rows <= 128
-    large = hopper_scaled_mm.choose_tiles(
-        4096, 32768, 512, 1, sums_in_tensor_core=False, num_sms=132
-    )
-    assert large == (256, 128, 1, 4, False, 4, False)
+    assert hopper_tiles(4096, 32768, 512, "exact")[:6] == (256, 128, 1, 4, False, 4)
 
 
 def test_hopper_warpgroups_take_turns_where_ends_of_tiles_count():
     """And one of them keeps the tensor core busy: it need not add products up."""
-    for in_tensor_core in (True, False):
+    for sums in SUMS:
         for depth in (512, 1536, 16384):
-            tiles = hopper_scaled_mm.choose_tiles(
-                4096, 24576, depth, 1, sums_in_tensor_core=in_tensor_core, num_sms=132
-            )
-            assert tiles.has_turns == (in_tensor_core and depth < 16384)
+            tiles = hopper_tiles(4096, 24576, depth, sums)
+            assert tiles.has_turns == (sums == "fast" and depth < 16384)
 
 
 @pytest.mark.parametrize("in_tensor_core", [True, False])
@@ -317,45 +332,43 @@ def test_hopper_tiles_of_experts_fit_an_sm_and_grow_with_their_rows(in_tensor_co
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_columns", "depth", "fast", "of_groups"),
-    [  # the fastest of those measured on an H200: rows and columns of a tile, parts of K
-        (64, 4096, 7168, (64, 64, 1), (64, 32, 1)),
-        (64, 7168, 16384, (64, 64, 1), (64, 64, 1)),
-        (128, 2112, 7168, (64, 64, 1), (64, 32, 1)),
-        (128, 24576, 1536, (64, 128, 1), (64, 128, 1)),
-        (128, 7168, 16384, (64, 128, 1), (64, 128, 1)),
-        (128, 4096, 7168, (64, 64, 1), (64, 64, 1)),
-        (256, 2112, 7168, (64, 64, 1), (64, 64, 1)),
-        (256, 24576, 1536, (128, 128, 1), (128, 128, 1)),
-        (256, 7168, 16384, (128, 128, 1), (128, 128, 1)),
-        (256, 4096, 7168, (64, 128, 1), (64, 128, 1)),
-        (2048, 7168, 2048, (128, 128, 1), None),
-        (2048, 7168, 16384, (128, 128, 1), (256, 128, 1)),
-        (512, 2112, 7168, None, (128, 64, 1)),
-        (512, 4096, 7168, None, (128, 128, 1)),
-        (512, 7168, 16384, None, (256, 128, 1)),
+    ("num_rows", "num_columns", "depth", "fast", "exact", "groups"),
+    [  # the fastest of those measured on an H200: rows and columns of a tile, parts of K, the few's
+        (1, 2112, 7168, (64, 64, 4, True), (64, 64, 4, True), (64, 64, 4, True)),
+        (16, 4096, 7168, (64, 64, 1, True), (64, 64, 1, True), (64, 64, 1, True)),
+        (64, 4096, 7168, (64, 64, 1, True), (64, 64, 1, True), (64, 32, 1, False)),
+        (64, 7168, 16384, (64, 64, 1, True), (64, 64, 1, True), (64, 64, 1, True)),
+        (64, 2112, 7168, None, (64, 64, 4, True), (64, 64, 4, True)),
+        (128, 2112, 7168, (64, 64, 1, True), (64, 64, 2, True), (64, 32, 1, False)),
+        (128, 24576, 1536, (64, 128, 1, False), (64, 128, 1, False), (64, 128, 1, False)),
+        (128, 7168, 16384, (64, 128, 1, False), (64, 128, 1, False), (64, 128, 1, False)),
+        (128, 4096, 7168, (64, 64, 1, True), (64, 64, 1, True), (64, 64, 1, False)),
+        (128, 7168, 2048, (128, 64, 1, True), (64, 64, 1, True), (64, 128, 1, False)),
+        (256, 2112, 7168, (64, 64, 1, True), (64, 64, 1, True), (64, 64, 1, False)),
+        (256, 24576, 1536, (128, 128, 1, False), (128, 128, 1, False), (128, 128, 1, False)),
+        (256, 7168, 16384, (128, 128, 1, False), (128, 128, 1, False), (128, 128, 1, False)),
+        (256, 4096, 7168, (64, 128, 1, False), (64, 128, 1, False), (64, 128, 1, False)),
+        (2048, 7168, 2048, (128, 128, 1, False), None, None),
+        (2048, 7168, 16384, (128, 128, 1, False), None, (256, 128, 1, False)),
+        (512, 2112, 7168, None, (128, 64, 1, False), (128, 64, 1, False)),
+        (512, 4096, 7168, None, (128, 128, 1, False), (128, 128, 1, False)),
+        (512, 7168, 16384, None, (256, 128, 1, False), (256, 128, 1, False)),
     ],
 )
 def test_hopper_products_have_the_tiles_that_were_fastest(
-    num_rows, num_columns, depth, fast, of_groups
+    num_rows, num_columns, depth, fast, exact, groups
 ):
-    for in_tensor_core, fastest in ((True, fast), (False, of_groups)):
-        tiles = hopper_scaled_mm.choose_tiles(
-            num_rows, num_columns, depth, 1, sums_in_tensor_core=in_tensor_core, num_sms=132
-        )
-        assert fastest is None or tiles[:3] == fastest
+    for sums, fastest in zip(SUMS, (fast, exact, groups), strict=True):
+        tiles = hopper_tiles(num_rows, num_columns, depth, sums)
+        assert fastest is None or (*tiles[:3], tiles.is_few) == fastest
 
 
 def test_hopper_products_fill_the_card():
     """One that would leave SMs idle is cut along K or has narrow tiles, a large one neither."""
-
-    def tiles(*shape):
-        return hopper_scaled_mm.choose_tiles(*shape, 1, sums_in_tensor_core=True, num_sms=132)
-
     for num_rows in (1, 16, 64, 128):
         for num_columns, depth in ((2112, 7168), (24576, 1536), (7168, 16384)):
-            chosen = tiles(num_rows, num_columns, depth)
+            chosen = hopper_tiles(num_rows, num_columns, depth, "fast")
             tiles_m = -(-num_rows // chosen.rows)
             assert tiles_m * num_columns / chosen.columns * chosen.num_splits > 0.45 * 132
-    assert tiles(4096, 7168, 16384)[:3] == (128, 256, 1)
-    assert tiles(4096, 2112, 7168)[:3] == (256, 128, 1)  # and 64 columns in narrow tiles
+    assert hopper_tiles(4096, 7168, 16384, "fast")[:3] == (128, 256, 1)
+    assert hopper_tiles(4096, 2112, 7168, "fast")[:3] == (256, 128, 1)  # and 64 in narrow tiles

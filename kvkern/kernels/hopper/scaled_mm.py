@@ -1005,7 +1005,7 @@ def _step_of_few(
     memory = 4000 if 4 * count > 3 * num_sms and rows <= 64 else 3600  # bytes a ns
     of_b = count / tiles_m * 64 * 128 / memory
     if sums_in_tensor_core:
-        return float(max(112 if rows <= 64 else 215, taken_in, of_b))
+        return float(max(118 if rows <= 64 else 215, taken_in, of_b))
     alone = 135 + 1.45 * rows if has_groups else 115 + 0.8 * rows
     return float(max(alone, programs * alone * 0.75, taken_in, of_b))
 
