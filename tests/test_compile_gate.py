@@ -85,6 +85,15 @@ def test_every_jitted_function_counts_but_those_that_others_call():
     assert launched == {(module, "_copy"), (module, "_product"), (module, "_cast_to_e4m3")}
 
 
+def test_tiles_that_hopper_has_no_loop_for_do_not_compile(tmp_path):
+    rows = judge(90, "tests.planted_tiles", cache_dir=tmp_path)
+    found = {row["name"].removesuffix("-M64"): "; ".join(row["problems"]) for row in rows}
+    for name in ("sums-in-tensor-core", "two-warpgroups", "kept"):
+        assert "only pairs share a stage" in found[name]
+    assert "a stage is asked for while another is multiplied" in found["one-stage"]
+    assert found["sound"] == found["sound-few"] == ""
+
+
 def test_gate_refuses_each_planted_kernel_for_its_own_reason_and_passes_the_sound_ones(tmp_path):
     rows = judge(80, "tests.planted_kernels", cache_dir=tmp_path)
     found = {row["name"]: row["problems"] for row in rows}

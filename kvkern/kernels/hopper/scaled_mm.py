@@ -275,9 +275,7 @@ def _fetch(
             bar = full.index(stage)
             place = step if ORDER.kept else stage
             rows = a.index(place).slice(0, BOX_M, dim=1)  # those past them are never stored
-            if (
-                HAS_GROUPS
-            ):  # before this warp arrives at the barrier; the next stage's is on its way
+            if HAS_GROUPS:  # before this warp arrives at the barrier; the next's are on their way
                 factors_b.index(stage).store(scale_b)
                 of_b += STEPS * b_group
                 scale_b = gl.load(of_b, mask=step_of_b < end_step - step - STEPS, other=0)
@@ -415,21 +413,22 @@ def _sum_in_pairs(
 ):  # fmt: skip
     """The same of once 64 rows, with scales or without: one is added while the next is made.
 
-    A stage has both steps of a pair, or one. ptxas lets products overlap only if there are two ways
-    to end, and a step of K may be left for the second.
+    Where K is short, both of a pair before the next pair is begun. A stage has both steps of a
+    pair, or one. ptxas lets products overlap only if there are two ways to end; a last step alone
+    is the second.
     """
     _, b, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
-    BOTH: gl.constexpr = ORDER.steps == 2
+    SECOND: gl.constexpr = ORDER.steps - 1  # its number in its stage
     part, scale = _begin_step(acc, ring, stage, phase, 0, 0, WHICH, HAS_GROUPS, ORDER)
     part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
     for pair in range((num_steps - 1) // 2):
         stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, 2 * pair + 1, BOTH, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, 2 * pair + 1, SECOND, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        if not BOTH:
+        if SECOND == 0:
             mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         if ORDER.adds_both:
@@ -449,10 +448,10 @@ def _sum_in_pairs(
     if num_steps % 2 == 0:
         stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, num_steps - 1, BOTH, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, num_steps - 1, SECOND, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        if not BOTH:
+        if SECOND == 0:
             mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
@@ -792,11 +791,13 @@ def _scaled_mm_kernel(
     PLACES: gl.constexpr = ORDER.kept if ORDER.kept else STAGES  # of a's steps
     NUM_FACTORS: gl.constexpr = PLACES if HAS_GROUPS else 1
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    GROUPS: gl.constexpr = ORDER.groups
     STEPS: gl.constexpr = ORDER.steps
+    IN_PAIRS: gl.constexpr = BLOCK_M == _WAVE and GROUPS == 1 and (HAS_GROUPS or IS_EXACT)
+    gl.static_assert(STEPS == 1 or (IN_PAIRS and not ORDER.kept), "only pairs share a stage")
     OF_K: gl.constexpr = STEPS * BLOCK_K
     a = gl.allocate_shared_memory(a_desc.dtype, [PLACES, 1, BLOCK_M, OF_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)
-    GROUPS: gl.constexpr = ORDER.groups
     staged = gl.allocate_shared_memory(
         out_desc.dtype, _several(GROUPS * BOXES, out_desc.block_type.shape), out_desc.layout
     )
@@ -1040,7 +1041,7 @@ def _has_narrow(num_columns: int, tiles: Tiles) -> bool:
 
 def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
     """Warpgroups that multiply; one has the registers for sums of 64 x 128, but not the time."""
-    is_one = tiles.rows == 64 and (tiles.columns <= 64 or sums_in_tensor_core)
+    is_one = tiles.steps == 2 or (tiles.rows == 64 and sums_in_tensor_core)
     return 1 if is_one else 2
 
 

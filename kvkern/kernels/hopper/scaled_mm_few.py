@@ -124,7 +124,7 @@ def scaled_mm_few_kernel(
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
     IS_EXACT: gl.constexpr,
 ):
-    """Programs that follow each other have parts of a tile, then of the next of b's columns."""
+    """Programs that follow each other have parts of a tile, then of other rows, then columns."""
     ROWS: gl.constexpr = a_desc.block_type.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OF_ROW: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -134,6 +134,7 @@ def scaled_mm_few_kernel(
     COPIES: gl.constexpr = 32  # of a scale that all columns share
     OF_K: gl.constexpr = a_desc.block_type.shape[2]
     STEPS: gl.constexpr = OF_K // BLOCK_K
+    gl.static_assert(STAGES > 1, "a stage is asked for while another is multiplied")
     NUM_FACTORS: gl.constexpr = STEPS * STAGES if HAS_GROUPS else 1
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, ROWS, OF_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)

@@ -1,0 +1,26 @@
+"""Tiles that Hopper's scaled_mm has no loop for, and would wait for ever with: refused."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from kvkern.kernels.config import KernelConfig
+from kvkern.kernels.hopper import scaled_mm
+from kvkern.kernels.hopper.scaled_mm import Tiles
+
+
+def shipped_configs(capability: int) -> Iterator[KernelConfig]:
+    """By name: what is wrong with them."""
+    one, two = Tiles(64, 64, 1, 4, steps=2), Tiles(128, 64, 1, 4, steps=2)
+    few = Tiles(64, 64, 1, 1, is_few=True, steps=2)
+    planted: list[tuple[str, Tiles, dict[str, Any]]] = [
+        ("sums-in-tensor-core", one, {}),
+        ("two-warpgroups", two, {"is_exact": True}),
+        ("kept", one._replace(kept=4), {"of_groups": "row"}),
+        ("one-stage", few, {}),
+        ("sound", one, {"is_exact": True}),
+        ("sound-few", few._replace(stages=2), {}),
+    ]
+    for name, tiles, options in planted:
+        with mock.patch.object(scaled_mm, "_tiles_for", return_value=tiles):
+            yield scaled_mm._shipped(name, 64, 4096, 512, **options)
