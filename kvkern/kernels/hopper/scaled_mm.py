@@ -49,6 +49,7 @@ from kvkern.kernels.sum_splits import MOST_SPLITS, SumAgain, launch_sum, new_par
 from kvkern.warm_up import size_class
 
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
+_NARROW_ROWS: gl.constexpr = gl.constexpr(256)  # of a tile of the last 64 columns
 
 
 class _Order(NamedTuple):
@@ -59,7 +60,8 @@ class _Order(NamedTuple):
     steps: int  # of 128 of K that a stage of the ring has
     band: int  # row tiles that are done column after column
     kept: int  # steps of a that stay while tiles have the same rows: all, or none
-    has_narrow: bool  # the last column of tiles is no more than half as wide as others
+    extra: int  # columns that a tile has beside its own, of those behind all tiles' own
+    has_narrow: bool  # the last column of tiles has 64 columns or fewer
     has_splits: bool
     has_matrices: bool
     groups: int  # of warps that multiply: of 64 rows one or two, which then share the columns
@@ -77,7 +79,7 @@ def _first_row(which, order):
 @gluon.constexpr_function
 def _first_column(which, order):
     """The same of columns, which two warpgroups share out of 64 rows."""
-    return which * order.columns // 2 if order.rows == 64 else 0
+    return which * order.columns // 2 if order.rows == 64 and order.groups == 2 else 0
 
 
 @gluon.constexpr_function
@@ -86,15 +88,35 @@ def _has_two(order):
     return order.rows == (128 if order.has_turns else 256)
 
 
+@gluon.constexpr_function
+def _has_second(order):
+    """Whether it has sums of more rows, or of more columns, than one product gives."""
+    return order.extra > 0 or order.rows == (128 if order.has_turns else 256)
+
+
+@gluon.jit
+def _tiles_n(num_columns, ORDER: gl.constexpr):
+    return gl.cdiv(num_columns, ORDER.columns + ORDER.extra)
+
+
+@gluon.jit
+def _first_extra(n, num_columns, ORDER: gl.constexpr):
+    """Of the columns that a tile has beside its own."""
+    return _tiles_n(num_columns, ORDER) * ORDER.columns + n * ORDER.extra
+
+
 @gluon.jit
 def _num_units(shape, ORDER: gl.constexpr):
     num_rows, num_columns, _, num_matrices, num_splits, experts = shape
-    tiles_n = gl.cdiv(num_columns, ORDER.columns)
+    tiles_n = _tiles_n(num_columns, ORDER)
     if ORDER.num_experts:
         _, _, tiles_m = experts
         return tiles_m * tiles_n
+    tiles_m = gl.cdiv(num_rows, ORDER.rows)
+    if ORDER.has_narrow:
+        return num_matrices * (tiles_m * (tiles_n - 1) + gl.cdiv(num_rows, _NARROW_ROWS))
     else:
-        return num_matrices * (gl.cdiv(num_rows, ORDER.rows) * tiles_n) * num_splits
+        return num_matrices * (tiles_m * tiles_n) * num_splits
 
 
 @gluon.jit
@@ -176,7 +198,7 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     num_rows, num_columns, depth, num_matrices, num_splits, experts = shape
     BAND: gl.constexpr = ORDER.band
     tiles_m = gl.cdiv(num_rows, ORDER.rows)
-    num_wide = gl.cdiv(num_columns, ORDER.columns) - (1 if ORDER.has_narrow else 0)
+    num_wide = _tiles_n(num_columns, ORDER) - (1 if ORDER.has_narrow else 0)
     if ORDER.kept:
         tile = _first_of(gl.program_id(0), _num_units(shape, ORDER)) + turn
     else:
@@ -209,13 +231,14 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
         n = in_band // gl.maximum(band_rows, 1)
         m = in_band - n * band_rows
     m += band * BAND
+    row = m * ORDER.rows
     if ORDER.has_narrow:
         narrow = tile - num_matrices * tiles_m * num_wide
         if narrow >= 0:
-            matrix = narrow // tiles_m if ORDER.has_matrices else 0 * turn
-            m = narrow - matrix * tiles_m
+            narrow_m = gl.cdiv(num_rows, _NARROW_ROWS)
+            matrix = narrow // narrow_m if ORDER.has_matrices else 0 * turn
+            row = (narrow - matrix * narrow_m) * _NARROW_ROWS
             n = num_wide
-    row = m * ORDER.rows
     end = num_rows
     if ORDER.num_experts:
         start, end = _rows_of(matrix, row_offsets_ptr, num_rows, num_matrices)
@@ -225,14 +248,14 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    ring, a_desc, b_desc, scales, shape, strides, HAS_GROUPS: gl.constexpr,
+    ring, a_desc, b_desc, extra_desc, scales, shape, strides, HAS_GROUPS: gl.constexpr,
     IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """The warp that fills the ring; scales of a step come beside its operands.
 
     Where a is kept its steps have a place each, and are there still for the next tile of its rows.
     """
-    a, b, factors_a, factors_b, full, empty, _ = ring
+    a, b, extra, factors_a, factors_b, full, empty, _ = ring
     scale_a_ptr, scale_b_ptr, _ = scales
     STAGES: gl.constexpr = b.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
@@ -242,8 +265,9 @@ def _fetch(
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
     OF_SCALES: gl.constexpr = 4 * STEPS * BLOCK_M if IS_COLUMN_MAJOR else 0
     OF_A: gl.constexpr = a_desc.block_type.nbytes + OF_SCALES
-    OF_B: gl.constexpr = b_desc.block_type.nbytes
-    num_rows, _, _, _, _, _ = shape
+    OF_B: gl.constexpr = (BLOCK_N + ORDER.extra) * STEPS * BLOCK_K
+    OF_NARROW: gl.constexpr = (_NARROW_ROWS + _WAVE) * BLOCK_K + OF_SCALES
+    num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, a_group, b_matrix, b_group, b_column, _ = strides
     stage = 0
     phase = 1
@@ -262,9 +286,13 @@ def _fetch(
             of_a += (first_step + step_of_a).to(gl.int64) * a_group
             of_a += row.to(gl.int64) * a_row
         if HAS_GROUPS:  # those of b with a copy for each row of a warpgroup
-            step_of_b = gl.arange(0, STEPS * _WAVE, layout=LANES) // _WAVE
+            number = gl.arange(0, factors_b.shape[1], layout=LANES) // _WAVE
+            step_of_b = number if ORDER.extra == 0 else 0 * number
+            column = n * BLOCK_N
+            if ORDER.extra:
+                column = gl.where(number == 0, column, _first_extra(n, num_columns, ORDER))
             of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
-            of_b += (n * BLOCK_N // 128).to(gl.int64) * b_column
+            of_b += (column // 128).to(gl.int64) * b_column
             of_b += (first_step + step_of_b).to(gl.int64) * b_group
             scale_b = gl.load(of_b, mask=step_of_b < end_step - first_step, other=0)
         has_rows = (matrix == matrix_before) & (first_row == row_before)
@@ -274,20 +302,33 @@ def _fetch(
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             place = step if ORDER.kept else stage
-            rows = a.index(place).slice(0, BOX_M, dim=1)  # those past them are never stored
             if HAS_GROUPS:  # before this warp arrives at the barrier; the next's are on their way
                 factors_b.index(stage).store(scale_b)
                 of_b += STEPS * b_group
                 scale_b = gl.load(of_b, mask=step_of_b < end_step - step - STEPS, other=0)
-            if ORDER.kept and has_rows:
-                mbarrier.expect(bar, OF_B)
+            k = step * BLOCK_K
+            has_a = ORDER.kept and has_rows
+            if ORDER.has_narrow and n == num_columns // BLOCK_N:
+                mbarrier.expect(bar, OF_NARROW)
+                columns, rows = _narrow_operands(a, b, ORDER)
+                columns = columns.index(stage).slice(0, _WAVE, dim=1)
+                _load_boxes(b_desc, matrix, n * BLOCK_N, k, bar, columns)
+                _load_boxes(a_desc, of_rows, first_row, k, bar, rows.index(stage))
             else:
-                mbarrier.expect(bar, OF_A + OF_B)
-                load_tile(a_desc, [of_rows, first_row, step * BLOCK_K], bar, rows)
-                if IS_COLUMN_MAJOR:
+                if has_a:
+                    mbarrier.expect(bar, OF_B)
+                else:
+                    mbarrier.expect(bar, OF_A + OF_B)
+                    box = a.index(place).slice(0, BOX_M, dim=1)  # no more rows are ever stored
+                    load_tile(a_desc, [of_rows, first_row, k], bar, box)
+                _load_boxes(b_desc, matrix, n * BLOCK_N, k, bar, b.index(stage))
+            if IS_COLUMN_MAJOR:
+                if not has_a:
                     at = [of_rows, step, first_row]
                     load_tile(scale_a_ptr, at, bar, factors_a.index(place))
-            load_tile(b_desc, [matrix, n * BLOCK_N, step * BLOCK_K], bar, b.index(stage))
+            if ORDER.extra:
+                at = [matrix, _first_extra(n, num_columns, ORDER), k]
+                load_tile(extra_desc, at, bar, extra.index(stage))
             if HAS_GROUPS and not IS_COLUMN_MAJOR:
                 if STEPS == 1:
                     copy_values(factors_a.index(place), of_a)
@@ -299,39 +340,70 @@ def _fetch(
 
 
 @gluon.jit
+def _load_boxes(desc, matrix, row, k, bar, tile):
+    """As many, one below the other, as there is room for."""
+    BOX: gl.constexpr = desc.block_type.shape[1]
+    for part in gl.static_range(tile.shape[1] // BOX):
+        load_tile(desc, [matrix, row + part * BOX, k], bar, tile.slice(part * BOX, BOX, dim=1))
+
+
+@gluon.constexpr_function
+def _is_transposed(order):
+    """Whether narrow tiles are: b's columns are then the 64 rows that wgmma takes."""
+    return order.has_narrow and order.rows == 128
+
+
+@gluon.jit
+def _narrow_operands(a, b, ORDER: gl.constexpr):
+    """Where stages have b's columns and rows of a for a narrow tile."""
+    if _is_transposed(ORDER):
+        return view_tile(a, b.dtype, a.shape, b.layout), view_tile(b, a.dtype, b.shape, a.layout)
+    else:
+        return b, a
+
+
+@gluon.constexpr_function
+def _transposed_order(order):
+    """Of narrow tiles that one warpgroup makes while the other goes on."""
+    return order._replace(rows=_WAVE.value, columns=_NARROW_ROWS.value, groups=1)
+
+
+@gluon.constexpr_function
+def _arrivals(order):
+    """With which a warpgroup lets go of a stage: for the other too, if it makes a tile alone."""
+    return 2 if order.has_narrow and order.rows == 64 else 1
+
+
+@gluon.jit
 def _sum_in_tensor_core(
     acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
     """Products of all steps into the accumulators; a step is let go when the next is under way."""
-    a, b, _, _, full, empty, turns = ring
+    _, b, _, _, _, full, empty, turns = ring
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    HAS_TWO: gl.constexpr = _has_two(ORDER)
-    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
-    FIRST_COLUMN: gl.constexpr = _first_column(WHICH, ORDER)
+    HAS_SECOND: gl.constexpr = _has_second(ORDER)
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
-        rows = as_matrix(a.index(step if ORDER.kept else stage))
-        columns = _columns_of(b, stage, FIRST_COLUMN, COLUMNS)
-        acc = warpgroup_mma(rows.slice(FIRST, _WAVE, dim=0), columns, acc, is_async=True)
-        if HAS_TWO:
-            acc_2 = warpgroup_mma(
-                rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns, acc_2, is_async=True
-            )
+        rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, 0, ORDER)
+        acc = warpgroup_mma(rows, columns, acc, is_async=True)
+        if HAS_SECOND:
+            rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, 1, ORDER)
+            acc_2 = warpgroup_mma(rows, columns, acc_2, is_async=True)
             acc, acc_2 = warpgroup_mma_wait(2, deps=(acc, acc_2))
         else:
             acc = warpgroup_mma_wait(1, deps=(acc,))
         last = gl.where(stage == 0, STAGES - 1, stage - 1)
-        mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
+        mbarrier.arrive(empty.index(last), count=_arrivals(ORDER), pred=step > 0)
         stage, phase = next_stage(stage, phase, STAGES)
     if ORDER.has_turns:
         mbarrier.arrive(turns.index(1 - WHICH), count=1)
-    if HAS_TWO:
+    if HAS_SECOND:
         acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
     last = gl.where(stage == 0, STAGES - 1, stage - 1)
-    mbarrier.arrive(empty.index(last), count=1, pred=num_steps > 0)
+    mbarrier.arrive(empty.index(last), count=_arrivals(ORDER), pred=num_steps > 0)
     return acc, acc_2, stage, phase
 
 
@@ -339,24 +411,22 @@ def _sum_in_tensor_core(
 def _sum_in_registers(
     acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
-    """The product of each step, of twice 64 rows, added in fp32."""
-    a, b, _, _, full, empty, _ = ring
+    """The two products of each step, added in fp32."""
+    _, b, _, _, _, full, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
-    COLUMNS: gl.constexpr = acc.shape[1]
-    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
-        rows = as_matrix(a.index(step if ORDER.kept else stage))
-        columns = _columns_of(b, stage, 0, COLUMNS)
-        part = _begin(rows.slice(FIRST, _WAVE, dim=0), columns)
+        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
+        part = _begin(rows, columns)
         part = warpgroup_mma_wait(0, deps=(part,))
         acc = pin(acc + part)
         # passes at once; ptxas begins no product before it that it lacks the registers for
         mbarrier.wait(full.index(stage), phase)
-        part = _begin(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
-        part = warpgroup_mma_wait(0, deps=(part,))
+        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 1, ORDER)
+        part_2 = _begin(rows, columns)
+        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
         mbarrier.arrive(empty.index(stage), count=1)
-        acc_2 = pin(acc_2 + part)
+        acc_2 = pin(acc_2 + part_2)
         stage, phase = next_stage(stage, phase, STAGES)
     return acc, acc_2, stage, phase
 
@@ -365,42 +435,49 @@ def _sum_in_registers(
 def _sum_of_groups(
     acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
-    """The product of each step, of twice 64 rows, times its scales, added in fp32.
+    """The two products of each step, times their scales, added in fp32.
 
     Registers allow a warpgroup one product at a time, and two keep the tensor core busy if little
     lies between products: so the next step is awaited under the last product of a step, and its
     scales, loaded before its first product, are multiplied after that.
     """
-    a, b, factors_a, factors_b, full, empty, _ = ring
+    _, b, _, factors_a, factors_b, full, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
-    COLUMNS: gl.constexpr = acc.shape[1]
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    OF_ROW_2: gl.constexpr = gl.SliceLayout(1, acc_2.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
+    FIRST_2: gl.constexpr = FIRST if ORDER.extra else FIRST + _WAVE
     mbarrier.wait(full.index(stage), phase)
     place = 0 if ORDER.kept else stage
     scale = _load_scales(factors_a, place, FIRST, OF_ROW)
-    scale_2 = _load_scales(factors_a, place, FIRST + _WAVE, OF_ROW)
+    scale_2 = _load_scales(factors_a, place, FIRST_2, OF_ROW_2)
     of_b = _load_scales(factors_b, stage, 0, OF_ROW)
+    of_b_2 = of_b
+    if ORDER.extra:
+        of_b_2 = _load_scales(factors_b, stage, _WAVE, OF_ROW_2)
     for step in range(num_steps):
-        rows = as_matrix(a.index(step if ORDER.kept else stage))
-        columns = _columns_of(b, stage, 0, COLUMNS)
-        part = _begin(rows.slice(FIRST, _WAVE, dim=0), columns)
+        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
+        part = _begin(rows, columns)
         fence_products(num_steps)
         part = warpgroup_mma_wait(0, deps=(part,))
         acc = _add(acc, part, pin(scale) * of_b, True)
         fence_products(num_steps)
-        part = _begin(rows.slice(FIRST + _WAVE, _WAVE, dim=0), columns)
+        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 1, ORDER)
+        part_2 = _begin(rows, columns)
         after, phase_after = next_stage(stage, phase, STAGES)
         is_last = step + 1 == num_steps
         awaited = gl.where(is_last, stage, after)  # the next tile's is for the next tile to await
         mbarrier.wait(full.index(awaited), gl.where(is_last, phase, phase_after))
-        part = warpgroup_mma_wait(0, deps=(part,))
+        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
         mbarrier.arrive(empty.index(stage), count=1)
-        acc_2 = _add(acc_2, part, pin(scale_2) * of_b, True)
+        acc_2 = _add(acc_2, part_2, pin(scale_2) * of_b_2, True)
         place = gl.where(is_last, step, step + 1) if ORDER.kept else awaited
         scale = _load_scales(factors_a, place, FIRST, OF_ROW)
-        scale_2 = _load_scales(factors_a, place, FIRST + _WAVE, OF_ROW)
+        scale_2 = _load_scales(factors_a, place, FIRST_2, OF_ROW_2)
         of_b = _load_scales(factors_b, awaited, 0, OF_ROW)
+        of_b_2 = of_b
+        if ORDER.extra:
+            of_b_2 = _load_scales(factors_b, awaited, _WAVE, OF_ROW_2)
         stage = after
         phase = phase_after
     return acc, acc_2, stage, phase
@@ -417,7 +494,7 @@ def _sum_in_pairs(
     pair, or one. ptxas lets products overlap only if there are two ways to end; a last step alone
     is the second.
     """
-    _, b, _, _, _, empty, _ = ring
+    _, b, _, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
     SECOND: gl.constexpr = ORDER.steps - 1  # its number in its stage
     part, scale = _begin_step(acc, ring, stage, phase, 0, 0, WHICH, HAS_GROUPS, ORDER)
@@ -482,7 +559,7 @@ def _begin_step(
     WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
-    a, b, factors_a, factors_b, full, _, _ = ring
+    _, _, _, factors_a, factors_b, full, _, _ = ring
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     place = step if ORDER.kept else stage
@@ -492,8 +569,7 @@ def _begin_step(
     if HAS_GROUPS:
         scale = _load_scales(factors_a, place, NUMBER * ORDER.rows + FIRST, OF_ROW)
         scale *= _load_scales(factors_b, stage, NUMBER * _WAVE, OF_ROW)
-    rows = as_matrix(a.index(place)).slice(FIRST, _WAVE, dim=0)
-    columns = _columns_of(b, stage, _first_column(WHICH, ORDER), acc.shape[1])
+    rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
     if ORDER.steps == 2:
         rows = rows.slice(NUMBER * BLOCK_K, BLOCK_K, dim=1)
         columns = columns.slice(NUMBER * BLOCK_K, BLOCK_K, dim=0)
@@ -533,9 +609,22 @@ def _begin(rows, columns):
 
 
 @gluon.jit
-def _columns_of(b, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """Some of a stage, as wgmma takes them."""
-    return as_matrix(b.index(stage)).slice(FIRST, COLUMNS, dim=0).permute((1, 0))
+def _operands(
+    ring, step, stage, COLUMNS: gl.constexpr, WHICH: gl.constexpr,
+    NUMBER: gl.constexpr,  # which of the products of the step
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """64 rows of a and columns of b, as wgmma takes them."""
+    a, b, extra, _, _, _, _, _ = ring
+    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
+    FIRST_COLUMN: gl.constexpr = _first_column(WHICH, ORDER)
+    rows = as_matrix(a.index(step if ORDER.kept else stage))
+    if NUMBER == 1 and ORDER.extra:
+        columns = as_matrix(extra.index(stage)).permute((1, 0))
+        return rows.slice(FIRST, _WAVE, dim=0), columns
+    else:
+        columns = as_matrix(b.index(stage)).slice(FIRST_COLUMN, COLUMNS, dim=0).permute((1, 0))
+        return rows.slice(FIRST + NUMBER * _WAVE, _WAVE, dim=0), columns
 
 
 @gluon.jit
@@ -548,7 +637,9 @@ def _multiply(
     Where they take turns the ring has steps of one tile after the other's, so that one multiplies
     while the other stores; the first product of a tile is begun when the last of the other's is.
     """
-    _, b, _, _, _, _, turns = ring
+    a, b, extra, factors_a, factors_b, full, empty, turns = ring
+    columns, rows = _narrow_operands(a, b, ORDER)
+    narrow_ring = (columns, rows, extra, factors_a, factors_b, full, empty, turns)
     STAGES: gl.constexpr = b.shape[0]
     EVERY: gl.constexpr = 2 if ORDER.has_turns else 1
     BLOCK_M: gl.constexpr = ORDER.rows
@@ -559,7 +650,8 @@ def _multiply(
     phase = 0
     for turn in range(which % EVERY, _num_rounds(shape, ORDER), EVERY):
         matrix, row, end, n, split, first_step, end_step = _place(turn, shape, ORDER, 4)
-        row += _first_row(which, ORDER)
+        if not (_is_transposed(ORDER) and n == num_columns // BLOCK_N):
+            row += _first_row(which, ORDER)
         into = end if ORDER.num_experts else split * num_matrices + matrix
         num_steps = end_step - first_step
         if ORDER.has_turns:  # the other's steps have gone by
@@ -567,10 +659,19 @@ def _multiply(
             phase = turn * num_steps // STAGES % 2
             mbarrier.wait(turns.index(which), (turn // 2 + 1 - which) % 2)
         if ORDER.has_narrow and n == num_columns // BLOCK_N:
-            stage, phase = _make_tile(
-                ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
-                which, BLOCK_N // 2, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
-            )  # fmt: skip
+            if _is_transposed(ORDER):
+                if turn % 2 == which:
+                    _make_transposed_tile(
+                        narrow_ring, ends, scales, shape, strides, matrix, into, row, n * BLOCK_N,
+                        num_steps, stage, phase, which, _transposed_order(ORDER),
+                    )  # fmt: skip
+                phase = (phase + (stage + num_steps) // STAGES) % 2
+                stage = (stage + num_steps) % STAGES
+            else:
+                stage, phase = _make_tile(
+                    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage,
+                    phase, which, BLOCK_N // 2, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                )  # fmt: skip
         else:
             stage, phase = _make_tile(
                 ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
@@ -584,7 +685,7 @@ def _multiply(
 @gluon.jit
 def _clear_padding(ends, shape):
     """Zeros into rows past the last expert's."""
-    staged, _, out_desc = ends
+    staged, _, out_desc, _, _, _ = ends
     num_rows, num_columns, _, num_matrices, _, experts = shape
     row_offsets_ptr, _, _ = experts
     COLUMNS: gl.constexpr = staged.shape[len(staged.shape) - 1]
@@ -627,7 +728,7 @@ def _make_tile(
     HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
-    staged, of_columns, _ = ends
+    staged, of_columns, _, _, _, _ = ends
     scale_a_ptr, scale_b_ptr, bias_ptr = scales
     num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
@@ -638,6 +739,7 @@ def _make_tile(
     HAS_TWO: gl.constexpr = _has_two(ORDER)
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
+    OF_GROUP: gl.constexpr = of_columns.shape[0] // ORDER.groups
     OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
     # what the end of a tile wants is under way while its products are made
     column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
@@ -658,8 +760,10 @@ def _make_tile(
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
 
     acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
-    acc_2 = gl.zeros([_WAVE, COLUMNS if HAS_TWO else 8], gl.float32, LAYOUT)
-    if (HAS_GROUPS or IS_EXACT) and not HAS_TWO:
+    COLUMNS_2: gl.constexpr = COLUMNS if HAS_TWO else max(ORDER.extra, 8)
+    LAYOUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS_2, 32])
+    acc_2 = gl.zeros([_WAVE, COLUMNS_2], gl.float32, LAYOUT_2)
+    if (HAS_GROUPS or IS_EXACT) and not _has_second(ORDER):
         acc, stage, phase = _sum_in_pairs(
             acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
@@ -678,22 +782,136 @@ def _make_tile(
 
     if not HAS_GROUPS:
         if HAS_COLUMN_SCALES:
-            of_columns.index(2 * which).store(scale_b)
+            of_columns.index(which * OF_GROUP).store(scale_b)
         acc *= gl.expand_dims(scale_a, 1)
         if HAS_TWO:
             acc_2 *= gl.expand_dims(scale_a_2, 1)
     if HAS_BIAS:
-        of_columns.index(2 * which + 1).store(bias)
+        of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
     _store(
-        acc, ends, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES,
-        HAS_COLUMN_SCALES, HAS_BIAS,
+        acc, ends, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES, HAS_COLUMN_SCALES,
+        HAS_BIAS, OF_GROUP,
     )  # fmt: skip
     if HAS_TWO:
         _store(
             acc_2, ends, into, row + _WAVE, n * BLOCK_N, which,
-            COLUMNS // OF_BOX, 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS,
+            COLUMNS // OF_BOX, 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
+        )  # fmt: skip
+    if ORDER.extra:
+        if not HAS_GROUPS:
+            acc_2 *= gl.expand_dims(gl.convert_layout(scale_a, gl.SliceLayout(1, LAYOUT_2)), 1)
+        _store_extra(
+            acc_2, ends, scales, shape, strides, matrix, row,
+            _first_extra(n, num_columns, ORDER), HAS_COLUMN_SCALES,
         )  # fmt: skip
     return stage, phase
+
+
+@gluon.jit
+def _make_transposed_tile(
+    ring, ends, scales, shape, strides, matrix, into, row, column, num_steps, stage, phase,
+    which: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """256 rows of the last columns, by one warpgroup.
+
+    A product of 64 columns and 256 rows reads each of them once, four of 64 rows the columns four
+    times: what an SM reads of its shared memory is what narrow tiles take the time for.
+    """
+    scale_a_ptr, scale_b_ptr, bias_ptr = scales
+    num_rows, num_columns, _, _, _, _ = shape
+    a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
+    ROWS: gl.constexpr = ORDER.columns
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    OF_COLUMN: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    acc = gl.zeros([_WAVE, ROWS], gl.float32, LAYOUT)
+    acc, _, _, _ = _sum_in_tensor_core(acc, acc, ring, num_steps, stage, phase, which, ORDER)
+    offs_n = gl.minimum(column + gl.arange(0, _WAVE, layout=OF_COLUMN), num_columns - 1)
+    of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
+    of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
+    scale_b = gl.load(of_b + offs_n.to(gl.int64) * b_column)
+    bias = scale_b
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + offs_n).to(gl.float32)
+    of_rows = (of_a, a_row, num_rows)
+    _store_transposed(
+        acc, ends, of_rows, scale_b, bias, into, row, column, which, 0, bias_ptr is not None
+    )
+
+
+@gluon.jit
+def _store_transposed(
+    acc, ends, of_rows, scale_b, bias, into, row, column, WHICH: gl.constexpr,
+    NUMBER: gl.constexpr,  # of boxes of the tile before
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Scale, add the bias, round and store 64 columns, by 64 rows.
+
+    That is one box or, of four bytes, two next to each other.
+    """
+    staged, _, out_desc, _, _, _ = ends
+    ROWS: gl.constexpr = acc.shape[1]
+    BOXES: gl.constexpr = staged.shape[0] // 2
+    OF_BOX: gl.constexpr = staged.shape[3]
+    COUNT: gl.constexpr = _WAVE // OF_BOX
+    if ROWS > _WAVE:
+        above, below = acc.reshape([_WAVE, 2, ROWS // 2]).permute([0, 2, 1]).split()
+        BELOW: gl.constexpr = NUMBER + ROWS // 2 // _WAVE * COUNT
+        _store_transposed(
+            above, ends, of_rows, scale_b, bias, into, row, column, WHICH, NUMBER, HAS_BIAS
+        )
+        _store_transposed(
+            below, ends, of_rows, scale_b, bias, into, row + ROWS // 2, column, WHICH, BELOW,
+            HAS_BIAS,
+        )  # fmt: skip
+    else:
+        of_a, a_row, num_rows = of_rows
+        OF_COLUMN: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        offs_m = row + gl.arange(0, _WAVE, layout=gl.SliceLayout(0, acc.type.layout))
+        offs_m = gl.minimum(offs_m, num_rows - 1).to(gl.int64)
+        acc *= gl.expand_dims(gl.load(of_a + offs_m * a_row), 0)
+        acc *= gl.expand_dims(gl.convert_layout(scale_b, OF_COLUMN), 1)
+        if HAS_BIAS:
+            acc += gl.expand_dims(gl.convert_layout(bias, OF_COLUMN), 1)
+        gl.static_assert(COUNT <= BOXES, "all columns of a narrow tile are staged at once")
+        FIRST: gl.constexpr = WHICH * BOXES + NUMBER % BOXES
+        FLAT: gl.constexpr = gl.NVMMASharedLayout(
+            staged.type.layout.swizzle_byte_width, staged.dtype.primitive_bitwidth, 2
+        )
+        tma.store_wait(BOXES - COUNT)  # what was staged there before has been read
+        boxes = view_tile(staged.index(FIRST), staged.dtype, [COUNT * _WAVE, OF_BOX], FLAT)
+        out = acc.to(staged.dtype).reshape([COUNT, OF_BOX, _WAVE]).permute([1, 0, 2])
+        boxes.permute([1, 0]).store(out.reshape([OF_BOX, COUNT * _WAVE]))
+        fence_async_shared()
+        for number in gl.static_range(COUNT):
+            box = staged.index(FIRST + number)
+            _store_box(box, out_desc, into, row, column + number * OF_BOX)
+
+
+@gluon.jit
+def _store_extra(
+    acc, ends, scales, shape, strides, matrix, row, column, HAS_COLUMN_SCALES: gl.constexpr
+):
+    """Scale columns, add the bias, round and store, from registers."""
+    _, _, _, out_ptr, stride_out_matrix, stride_out_row = ends
+    _, scale_b_ptr, bias_ptr = scales
+    num_rows, num_columns, _, _, _, _ = shape
+    _, _, _, b_matrix, _, b_column, stride_bias = strides
+    offs_m = row + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, acc.type.layout))
+    offs_n = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    mask_n = offs_n < num_columns
+    if HAS_COLUMN_SCALES:
+        of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix + offs_n.to(gl.int64) * b_column
+        acc *= gl.expand_dims(gl.load(of_b, mask=mask_n, other=0), 0)
+    if bias_ptr is not None:
+        of_bias = bias_ptr + matrix.to(gl.int64) * stride_bias + offs_n
+        acc += gl.expand_dims(gl.load(of_bias, mask=mask_n, other=0).to(gl.float32), 0)
+    VEC: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+    stride_out_matrix = stride_out_matrix // VEC * VEC  # rows begin at multiples of 16 bytes
+    stride_out_row = stride_out_row // VEC * VEC
+    out_ptr += matrix.to(gl.int64) * stride_out_matrix
+    offs = gl.expand_dims(offs_m.to(gl.int64) * stride_out_row, 1) + gl.expand_dims(offs_n, 0)
+    mask = gl.expand_dims(offs_m < num_rows, 1) & gl.expand_dims(mask_n, 0)
+    gl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -708,12 +926,13 @@ def _store(
     NUMBER: gl.constexpr,  # of boxes of the tile before
     OFFSET: gl.constexpr,  # of the first column in the tile
     BOXES: gl.constexpr, HAS_COLUMN_SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    OF_GROUP: gl.constexpr,  # what a warpgroup has in ``of_columns``
 ):  # fmt: skip
     """Scale columns, add the bias, round and store, by as many columns as a box has.
 
     A warpgroup's boxes take turns in what it has of ``staged``; of a tile they are a multiple.
     """
-    staged, of_columns, out_desc = ends
+    staged, of_columns, out_desc, _, _, _ = ends
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
@@ -721,19 +940,20 @@ def _store(
         left, right = acc.reshape([_WAVE, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
         _store(
             left, ends, into, row, column, WHICH, NUMBER, OFFSET, BOXES,
-            HAS_COLUMN_SCALES, HAS_BIAS,
+            HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
         )  # fmt: skip
         _store(
             right, ends, into, row, column, WHICH,
             NUMBER + COLUMNS // 2 // OF_BOX, OFFSET + COLUMNS // 2, BOXES,
-            HAS_COLUMN_SCALES, HAS_BIAS,
+            HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
         )  # fmt: skip
     else:
         if HAS_COLUMN_SCALES:
-            scale = of_columns.index(2 * WHICH).slice(OFFSET, COLUMNS).load(OF_COLUMN)
+            scale = of_columns.index(WHICH * OF_GROUP).slice(OFFSET, COLUMNS).load(OF_COLUMN)
             acc *= gl.expand_dims(scale, 0)
         if HAS_BIAS:
-            bias = of_columns.index(2 * WHICH + 1).slice(OFFSET, COLUMNS).load(OF_COLUMN)
+            bias = of_columns.index(WHICH * OF_GROUP + OF_GROUP - 1)
+            bias = bias.slice(OFFSET, COLUMNS).load(OF_COLUMN)
             acc += gl.expand_dims(bias, 0)
         tma.store_wait(BOXES - 1)  # what was staged there before has been read
         box = staged.index(WHICH * BOXES + NUMBER % BOXES)
@@ -757,14 +977,16 @@ def _several(count, shape):
     return [count, *shape]
 
 
-@gluon.jit(do_not_specialize=OF_A_STEP)
+@gluon.jit(do_not_specialize=[*OF_A_STEP, "stride_out_matrix"])
 def _scaled_mm_kernel(
     a_desc,  # fp8 [G, M, K] in boxes of a stage, [1, BLOCK_M, 128 or 256], or fewer rows
-    b_desc,  # fp8 [G, N, K] in boxes of a stage, [1, BLOCK_N, 128 or 256]
+    b_desc,  # fp8 [G, N, K] in boxes of a stage, [1, BLOCK_N or half, 128 or 256]
+    extra_desc,  # fp8 [G, N, K] in boxes of the columns that a tile has beside, [1, X, 128]
     scale_a_ptr,  # fp32 [G, cells of M, cells of K], or [G, cells of K, M] in boxes of a stage
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
     out_desc,  # [S * G, M, N] in boxes [1, 64, 128 bytes], or slices of [T, N]
+    out_ptr,  # the same, where tiles have columns beside their own
     row_offsets_ptr,  # int32 [G + 1], or None: where each matrix's rows begin, of all in a
     num_rows,
     num_columns,
@@ -778,6 +1000,8 @@ def _scaled_mm_kernel(
     stride_scale_b_group,
     stride_scale_b_column,
     stride_bias,
+    stride_out_matrix,
+    stride_out_row,
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,  # of a warpgroup's results that are on their way out
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
@@ -795,14 +1019,18 @@ def _scaled_mm_kernel(
     STEPS: gl.constexpr = ORDER.steps
     IN_PAIRS: gl.constexpr = BLOCK_M == _WAVE and GROUPS == 1 and (HAS_GROUPS or IS_EXACT)
     gl.static_assert(STEPS == 1 or (IN_PAIRS and not ORDER.kept), "only pairs share a stage")
+    IS_WHOLE: gl.constexpr = BLOCK_M == 128 and not ORDER.has_turns
+    gl.static_assert(ORDER.extra == 0 or IS_WHOLE, "one second product, of rows or of columns")
     OF_K: gl.constexpr = STEPS * BLOCK_K
     a = gl.allocate_shared_memory(a_desc.dtype, [PLACES, 1, BLOCK_M, OF_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)
     staged = gl.allocate_shared_memory(
         out_desc.dtype, _several(GROUPS * BOXES, out_desc.block_type.shape), out_desc.layout
     )
-    OF_COLUMNS: gl.constexpr = BLOCK_N if HAS_COLUMN_SCALES or bias_ptr is not None else 1
-    of_columns = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, OF_COLUMNS], FLAT)
+    HAS_BIAS: gl.constexpr = bias_ptr is not None
+    OF_GROUP: gl.constexpr = 2 if HAS_COLUMN_SCALES and HAS_BIAS else 1
+    OF_COLUMNS: gl.constexpr = BLOCK_N if HAS_COLUMN_SCALES or HAS_BIAS else 1
+    of_columns = gl.allocate_shared_memory(gl.float32, [GROUPS * OF_GROUP, OF_COLUMNS], FLAT)
     if IS_COLUMN_MAJOR:
         factors_a = gl.allocate_shared_memory(
             gl.float32, [NUM_FACTORS, 1, STEPS, BLOCK_M], scale_a_ptr.layout
@@ -810,7 +1038,13 @@ def _scaled_mm_kernel(
     else:
         factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, STEPS * BLOCK_M], FLAT)
     NUM_OF_B: gl.constexpr = STAGES if HAS_GROUPS else 1
-    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_OF_B, STEPS * _WAVE], FLAT)
+    OF_B: gl.constexpr = 2 if ORDER.extra else STEPS  # of 64 copies
+    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_OF_B, OF_B * _WAVE], FLAT)
+    extra = b
+    if ORDER.extra:
+        extra = gl.allocate_shared_memory(
+            b_desc.dtype, _several(STAGES, extra_desc.block_type.shape), extra_desc.layout
+        )
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     full = make_barriers(STAGES, 33 if BY_LANES else 1)  # lanes of the warp, and the TMA
     empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
@@ -825,8 +1059,9 @@ def _scaled_mm_kernel(
         stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
         stride_scale_b_group, stride_scale_b_column, stride_bias,
     )  # fmt: skip
-    ring = (a, b, factors_a, factors_b, full, empty, turns)
-    ends = (staged, of_columns, out_desc)  # what the end of a tile is made in, and goes to
+    ring = (a, b, extra, factors_a, factors_b, full, empty, turns)
+    # what the end of a tile is made in, and goes to
+    ends = (staged, of_columns, out_desc, out_ptr, stride_out_matrix, stride_out_row)
     scales = (scale_a_ptr, scale_b_ptr, bias_ptr)
     TO_FETCH: gl.constexpr = _registers_to_fetch(BY_LANES, ORDER)
     if GROUPS == 2:
@@ -841,8 +1076,8 @@ def _scaled_mm_kernel(
                     ORDER,
                 )),
                 (_fetch, (
-                    ring, a_desc, b_desc, scales, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR,
-                    ORDER,
+                    ring, a_desc, b_desc, extra_desc, scales, shape, strides, HAS_GROUPS,
+                    IS_COLUMN_MAJOR, ORDER,
                 )),
             ],
             [4, 1],
@@ -856,8 +1091,8 @@ def _scaled_mm_kernel(
                     ORDER,
                 )),
                 (_fetch, (
-                    ring, a_desc, b_desc, scales, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR,
-                    ORDER,
+                    ring, a_desc, b_desc, extra_desc, scales, shape, strides, HAS_GROUPS,
+                    IS_COLUMN_MAJOR, ORDER,
                 )),
             ],
             [1],
@@ -876,6 +1111,7 @@ class Tiles(NamedTuple):
     kept: int = 0  # steps of a that stay in shared memory from tile to tile: all, or none
     has_turns: bool = False  # whether a warpgroup makes every other tile alone
     steps: int = 1  # of K that a stage has
+    extra: int = 0  # columns that a tile has beside its own, of those behind all tiles' own
 
 
 _SHARED_BYTES = 232_448
@@ -924,7 +1160,8 @@ def choose_tiles(
     def ns(tile: Tiles) -> float:
         """Of the busiest SM."""
         rows, columns, num_splits = tile[:3]
-        tiles_m, tiles_n = triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns)
+        tiles_m = triton.cdiv(num_rows, rows)
+        tiles_n = triton.cdiv(num_columns, columns + tile.extra)
         count = float(num_matrices * tiles_m * tiles_n)
         of_sum = 0.0
         if num_splits > 1:  # a launch, and parts that are written and read
@@ -935,14 +1172,19 @@ def choose_tiles(
                 sums_in_tensor_core=sums_in_tensor_core, has_groups=has_groups,
             )  # fmt: skip
             return float(triton.cdiv(steps, num_splits) * step_of_few + of_sum)
-        if _has_narrow(num_columns, tile):
-            count -= num_matrices * tiles_m / 2
+        of_narrow = 0.0  # rounds
+        if _has_narrow(num_columns, tile, sums_in_tensor_core=sums_in_tensor_core):
+            count -= num_matrices * tiles_m
+            num_narrow = num_matrices * triton.cdiv(num_rows, _NARROW_ROWS.value)
+            of_narrow = _narrow_rounds(num_narrow, int(-count % num_sms))
         count *= num_splits
-        of_step = _STEP_NS_IN_TURNS if tile.has_turns else step_ns[rows, columns]
+        of_step: float = _STEP_NS_IN_TURNS if tile.has_turns else step_ns[rows, columns]
+        if tile.extra:  # a is read again, and they are added after the rest
+            of_step += (95 if sums_in_tensor_core else 225) + 1.7 * tile.extra
         # or by what memory gives: with less of a beside b more of b is on its way
-        of_b = columns * 128 / tiles_m / (3900 if rows == 64 else 3400)
+        of_b = (columns + tile.extra) * 128 / tiles_m / (3900 if rows == 64 else 3700)
         rounds, left = divmod(count, num_sms)
-        of_steps = rounds * max(of_step, num_sms * of_b)
+        of_steps = rounds * max(of_step, num_sms * of_b) + of_narrow * of_step
         if left > 0:
             of_steps += max(of_step, left * of_b)
         of_end = 1500 if max(rows, columns) == 256 else 800
@@ -965,6 +1207,8 @@ def choose_tiles(
         if num_rows >= fewest and (columns < 256 or steps > 8):
             tile = Tiles(rows, columns, 1, 0, steps=2 if by_one else 1)
             tiles += [tile._replace(num_splits=n) for n in (1, 2, 4, 8) if n <= most_splits]
+            if rows == 128 and columns >= 128 and steps >= 32:
+                tiles += [tile._replace(extra=n) for n in (8, 16, 32, 64)]
     if sums_in_tensor_core and num_rows > 256:
         tiles.append(Tiles(128, 128, 1, 0, has_turns=True))
     best = min(tiles, key=ns)
@@ -972,10 +1216,13 @@ def choose_tiles(
         programs = triton.cdiv(few * 64 // best.rows * best.num_splits, num_sms)
         return _with_stages_of_few(best, _rows_of_box(num_rows, best), steps, programs)
     most = 11 if sums_in_tensor_core or best.rows == 64 else 8
-    stages = min(_most_stages(best.rows, best.columns, _SHARED_BYTES), most) // best.steps
+    stages = min(_most_stages(best.rows, best.columns + best.extra, _SHARED_BYTES), most)
+    stages //= best.steps
     is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
     keeps_a = 3 <= steps <= 4 and best.num_splits == 1 and (best.rows == 256 or is_one)
-    if keeps_a and not _has_narrow(num_columns, best):
+    keeps_a = keeps_a and best.extra == 0
+    has_narrow = _has_narrow(num_columns, best, sums_in_tensor_core=sums_in_tensor_core)
+    if keeps_a and not has_narrow:
         # a step's place is free again when those of a ring have been multiplied after it
         return best._replace(stages=min(stages, steps), kept=steps)
     return best._replace(stages=stages)
@@ -1032,11 +1279,24 @@ def _most_stages(rows: int, columns: int, shared_bytes: int) -> int:
     return (shared_bytes - 21 * 1024) // ((rows + columns) * 128 + 4 * (rows + 64))
 
 
-def _has_narrow(num_columns: int, tiles: Tiles) -> bool:
-    """Whether the last column's tiles are made as tiles of half the columns."""
-    left = num_columns % tiles.columns
-    is_wide = tiles.rows == 256 and num_columns > tiles.columns
-    return is_wide and tiles.num_splits == 1 and 0 < left <= tiles.columns // 2
+def _has_narrow(num_columns: int, tiles: Tiles, *, sums_in_tensor_core: bool) -> bool:
+    """Whether the last columns have tiles of 64 columns by 256 rows.
+
+    Of tiles of 128 rows they are transposed, which takes a warpgroup's registers for sums alone.
+    """
+    is_wide = tiles.rows == 256 or (tiles.columns == 256 and sums_in_tensor_core)
+    is_wide = is_wide and tiles.num_splits == 1 and num_columns > tiles.columns
+    return is_wide and tiles.extra == 0 and 0 < num_columns % tiles.columns <= _WAVE.value
+
+
+def _narrow_rounds(count: int, num_free: int) -> float:
+    """What narrow tiles, of 0.65 of the time of others, add to those' rounds.
+
+    They go to the SMs that are free in the last, and then to the same again.
+    """
+    if count <= num_free:
+        return 0.0
+    return 0.3 if count <= 2 * num_free else 0.65
 
 
 def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
@@ -1046,26 +1306,22 @@ def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
 
 
 def _boxes(
-    num_columns: int,
     tiles: Tiles,
     itemsize: int,
     *,
     num_experts: int,
     has_groups: bool,
-    has_bias: bool,
+    num_of_columns: int,  # kinds of values that each column has: a scale, a bias
 ) -> int:
     """Two of a large tile if there is room, and a tile has a multiple."""
     if max(tiles.rows, tiles.columns) < 256 and not tiles.has_turns:
         return 1
     a_tile = tiles.rows * tiles.columns * itemsize // (8192 if tiles.has_turns else 16384)
-    if _has_narrow(num_columns, tiles):
-        a_tile //= 2
     steps = tiles.stages * tiles.steps
-    used = steps * (tiles.rows + tiles.columns) * 128 + 4 * num_experts + 512
+    used = steps * (tiles.rows + tiles.columns + tiles.extra) * 128 + 4 * num_experts + 512
     if has_groups:
-        used += steps * (tiles.rows + 64) * 4
-    if has_bias or not has_groups:
-        used += 16 * tiles.columns
+        used += steps * (tiles.rows + (128 if tiles.extra else 64)) * 4
+    used += num_of_columns * 8 * tiles.columns
     return 2 if used + 2 * 2 * 8192 <= _SHARED_BYTES and a_tile % 2 == 0 else 1
 
 
@@ -1104,12 +1360,12 @@ def scaled_mm(
         tiles, num_sms,
     )  # fmt: skip
     kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
-    num_varying = list(kernel.arg_names).index("num_rows")
-    multiply = launch(kernel, grid, arguments, options, out.device, num_varying=num_varying)
+    varying = list(kernel.arg_names)[: list(kernel.arg_names).index("num_rows")]
+    multiply = launch(kernel, grid, arguments, options, out.device, num_varying=len(varying))
     add = None if into is out else launch_sum(into, bias, out)
     if multiply is None or (add is None and into is not out):
         return None
-    return _Again(multiply, arguments, add)
+    return _Again(multiply, arguments, varying, add)
 
 
 class _Again:
@@ -1119,27 +1375,35 @@ class _Again:
         self,
         multiply: Launch,
         arguments: dict[str, Any],
+        varying: Sequence[str],  # names of the kernel's first parameters
         add: SumAgain | None,  # where K is split
     ) -> None:
         self._multiply, self._add = multiply, add
-        self._takes_offsets = "row_offsets_ptr" in arguments
-        names = {0: "a_desc", 1: "b_desc", 2: "scale_a_ptr", 5: "out_desc"}
-        given = {n: arguments.get(name) for n, name in names.items()}
+        given = {number: arguments[name] for number, name in enumerate(varying)}
+        self._sources = [None if given[n] is None else _SOURCES[varying[n]] for n in given]
         self._descriptors = Descriptors(
-            multiply, {n: None if isinstance(x, Tensor) else x for n, x in given.items()}
+            multiply, {n: x if hasattr(x, "base") else None for n, x in given.items()}
         )
 
     def __call__(self, addresses: Sequence[int | None]) -> None:
-        a, b, scale_a, scale_b, row_offsets, bias, out = addresses
-        at = self._descriptors.at
-        operands = (*at(0, a), *at(1, b), *at(2, scale_a), scale_b)
-        offsets = (row_offsets,) if self._takes_offsets else ()
+        *operands, bias, out = addresses
         if self._add is None:
-            self._multiply((*operands, bias, *at(5, out), *offsets))
+            self._launch(addresses)
         else:
-            self._add(
-                lambda into: self._multiply((*operands, None, *at(5, into), *offsets)), bias, out
-            )
+            self._add(lambda into: self._launch((*operands, None, into)), bias, out)
+
+    def _launch(self, addresses: Sequence[int | None]) -> None:
+        encoded: list[Any] = []
+        for number, source in enumerate(self._sources):
+            address = None if source is None else addresses[source]
+            encoded += self._descriptors.at(number, address)
+        self._multiply(encoded)
+
+
+_SOURCES = {  # which of the addresses that a call is repeated with a parameter is
+    "a_desc": 0, "b_desc": 1, "extra_desc": 1, "scale_a_ptr": 2, "scale_b_ptr": 3,
+    "row_offsets_ptr": 4, "bias_ptr": 5, "out_desc": 6, "out_ptr": 6,
+}  # fmt: skip
 
 
 def _tiles_for(
@@ -1213,8 +1477,8 @@ def _call(
         "HAS_GROUPS": cell_a[1] > 0,
         "IS_EXACT": is_exact,
     }
-    num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_columns, tiles.columns)
-    num_units = num_tiles * num_matrices * tiles.num_splits
+    tiles_n = triton.cdiv(num_columns, tiles.columns + tiles.extra)
+    num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
     if tiles.is_few:
         arguments["out_ptr"] = out
         arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
@@ -1224,7 +1488,30 @@ def _call(
     box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
     is_grouped = row_offsets is not None
     num_experts = max(power_of_two(num_matrices), 128) if is_grouped else 0
+    has_column_scales = cell_a[1] == 0 and scale_b.shape[2] > 1
+    sums_in_tensor_core = not is_exact and cell_a[1] == 0
+    arguments["HAS_COLUMN_SCALES"] = has_column_scales
+    arguments["BOXES"] = _boxes(
+        tiles,
+        out.element_size(),
+        num_experts=num_experts,
+        has_groups=cell_a[1] > 0,
+        num_of_columns=int(has_column_scales) + int(bias is not None),
+    )
+    has_narrow = not is_grouped and _has_narrow(
+        num_columns, tiles, sums_in_tensor_core=sums_in_tensor_core
+    )
+    if tiles.rows == 128:  # transposed ones stage all of their columns at once
+        has_narrow = has_narrow and arguments["BOXES"] * box[1] >= _WAVE.value
+    if has_narrow:
+        arguments["b_desc"] = matrix_descriptor(b.mT, (_WAVE.value, of_k))
     arguments["out_desc"] = (slices_descriptor if is_grouped else matrix_descriptor)(parts, box)
+    arguments["extra_desc"] = arguments["out_ptr"] = None
+    arguments["stride_out_matrix"] = arguments["stride_out_row"] = 0
+    if tiles.extra:
+        arguments["extra_desc"] = matrix_descriptor(b.mT, (tiles.extra, of_k))
+        arguments["out_ptr"] = out
+        arguments["stride_out_matrix"], arguments["stride_out_row"] = parts.stride()[:2]
     arguments["row_offsets_ptr"] = row_offsets
     arguments["ORDER"] = _Order(
         rows=tiles.rows,
@@ -1232,22 +1519,14 @@ def _call(
         steps=tiles.steps,
         band=1 if tiles.kept else 2048 // tiles.rows,
         kept=tiles.kept,
-        has_narrow=not is_grouped and _has_narrow(num_columns, tiles),
+        extra=tiles.extra,
+        has_narrow=has_narrow,
         has_splits=tiles.num_splits > 1,
         has_matrices=not is_grouped and num_matrices > 1,
-        groups=_num_groups(tiles, sums_in_tensor_core=not is_exact and cell_a[1] == 0),
+        groups=_num_groups(tiles, sums_in_tensor_core=sums_in_tensor_core),
         has_turns=tiles.has_turns,
         num_experts=num_experts,
         adds_both=cell_a[1] > 0 and depth < 16 * 128,
-    )
-    arguments["HAS_COLUMN_SCALES"] = cell_a[1] == 0 and scale_b.shape[2] > 1
-    arguments["BOXES"] = _boxes(
-        num_columns,
-        tiles,
-        out.element_size(),
-        num_experts=num_experts,
-        has_groups=cell_a[1] > 0,
-        has_bias=bias is not None,
     )
     # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)

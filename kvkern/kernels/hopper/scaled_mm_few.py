@@ -49,10 +49,12 @@ def _fetch(ring, place, of_a, of_b, strides, step, stage, HAS_GROUPS: gl.constex
     if HAS_GROUPS:
         copy_values(factors_a.index(STEPS * stage), of_a)
         copy_values(factors_b.index(STEPS * stage), of_b)
-        if STEPS == 2:
-            has_second = (step + 1 < end_step).to(gl.int32)
-            copy_values(factors_a.index(2 * stage + 1), of_a + has_second * strides[0])
-            copy_values(factors_b.index(2 * stage + 1), of_b + has_second * strides[1])
+        if STEPS == 2:  # that of a step past the last is zero
+            THREADS: gl.constexpr = of_a.type.layout
+            has_a = gl.full(of_a.shape, step + 1, gl.int32, THREADS) < end_step
+            has_b = gl.full(of_b.shape, step + 1, gl.int32, THREADS) < end_step
+            copy_values(factors_a.index(2 * stage + 1), of_a + strides[0], has_a)
+            copy_values(factors_b.index(2 * stage + 1), of_b + strides[1], has_b)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         of_a += STEPS * strides[0]
         of_b += STEPS * strides[1]
@@ -220,8 +222,6 @@ def scaled_mm_few_kernel(
                 part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
                 acc = pin(acc + part * scale)
                 scale = _scale(ring, stage, ACC, HAS_GROUPS, 1)
-                if HAS_GROUPS:  # a step past the last has zeros, and the last's scales
-                    scale = gl.where(first_step + 2 * fill + 1 < end_step, scale, 0.0)
                 part_2 = warpgroup_mma_wait(0, deps=(part_2,))
                 acc = pin(acc + part_2 * scale)
         if STEPS == 1:  # this stage, while other programs multiply
