@@ -87,10 +87,10 @@ def assert_right(result, a, b, *, bias=None, **options):
 
 
 def assert_nearly_right(result, a, b, bias):
-    """As fast sums are, in each row and each column."""
+    """As fast sums are, in each row and, where a column has many, each column."""
     exact = a.real @ b.real.mT + bias.double().unsqueeze(-2)
     error = result.double() - exact
-    for dim in (-2, -1):
+    for dim in (-2, -1) if a.values.shape[-2] > 64 else (-1,):
         assert (error.norm(dim=dim) <= 5e-3 * exact.norm(dim=dim)).all()
 
 
@@ -106,7 +106,7 @@ def assert_right_of_tiles(
         hopper.size_class(m), n, k, of_matrices, sums_in_tensor_core=is_fast,
         has_groups=has_groups, num_sms=132,
     )  # fmt: skip
-    assert is_of_them(hopper, tiles), tiles
+    assert is_of_them(hopper, tiles, is_fast), tiles
     lead = (of_matrices,) if of_matrices > 1 else ()
     made = ("group", "group") if has_groups else scaling
     a, b = operands(m, n, k, made, dtypes, device="cuda", lead=lead)
@@ -748,13 +748,12 @@ def test_warpgroups_that_take_turns(m, n, k, of_matrices, out_dtype, scaling):
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])
 @pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
 @pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize(("m", "k"), [(128, 1536), (70, 1200)])
-@pytest.mark.parametrize("n", [24576, 24520])
-def test_tiles_that_share_the_last_columns_out(n, m, k, out_dtype, scaling, accumulation):
-    """Each has 64 of them beside its own 128, so that all SMs have one tile."""
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 576, 4096), (3999, 560, 4200)])
+def test_tiles_that_share_the_last_columns_out(m, n, k, out_dtype, scaling, accumulation):
+    """Each has 16 of them beside its own 128, so that all SMs have one tile."""
     assert_right_of_tiles(
         m, n, k, scaling, (E4M3, E4M3), out_dtype, accumulation, 1,
-        lambda _, tiles: tiles.extra == 64,
+        lambda hopper, tiles, is_fast: tiles.extra == 16,
     )  # fmt: skip
 
 
@@ -770,7 +769,7 @@ def test_last_columns_that_are_few(m, of_matrices, dtypes, n, out_dtype, scaling
     """They have tiles of their own, or each tile some of them; other columns must not notice."""
     assert_right_of_tiles(
         m, n, 1200, scaling, dtypes, out_dtype, accumulation, of_matrices,
-        lambda hopper, tiles: tiles.extra or hopper._has_narrow(n, tiles),
+        lambda hopper, tiles, is_fast: hopper._has_narrow(n, tiles, sums_in_tensor_core=is_fast),
     )  # fmt: skip
 
 

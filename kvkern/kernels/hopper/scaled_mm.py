@@ -64,7 +64,7 @@ class _Order(NamedTuple):
     has_narrow: bool  # the last column of tiles has 64 columns or fewer
     has_splits: bool
     has_matrices: bool
-    groups: int  # of warps that multiply: of 64 rows one or two, which then share the columns
+    groups: int  # of warps that multiply: of 64 rows one or two, which share columns or steps
     has_turns: bool  # a warpgroup makes every other tile alone
     num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
     adds_both: bool  # products of a pair before the next pair is begun
@@ -79,7 +79,8 @@ def _first_row(which, order):
 @gluon.constexpr_function
 def _first_column(which, order):
     """The same of columns, which two warpgroups share out of 64 rows."""
-    return which * order.columns // 2 if order.rows == 64 and order.groups == 2 else 0
+    shares_columns = order.rows == 64 and order.groups == 2 and order.steps == 1
+    return which * order.columns // 2 if shares_columns else 0
 
 
 @gluon.constexpr_function
@@ -295,7 +296,7 @@ def _fetch(
             of_b += (column // 128).to(gl.int64) * b_column
             of_b += (first_step + step_of_b).to(gl.int64) * b_group
             scale_b = gl.load(of_b, mask=step_of_b < end_step - first_step, other=0)
-        has_rows = (matrix == matrix_before) & (first_row == row_before)
+        has_rows = (matrix == matrix_before) & (first_row == row_before) & (ORDER.kept > 0)
         matrix_before = matrix
         row_before = first_row
         for step in range(first_step, end_step, STEPS):
@@ -307,7 +308,6 @@ def _fetch(
                 of_b += STEPS * b_group
                 scale_b = gl.load(of_b, mask=step_of_b < end_step - step - STEPS, other=0)
             k = step * BLOCK_K
-            has_a = ORDER.kept and has_rows
             if ORDER.has_narrow and n == num_columns // BLOCK_N:
                 mbarrier.expect(bar, OF_NARROW)
                 columns, rows = _narrow_operands(a, b, ORDER)
@@ -315,7 +315,7 @@ def _fetch(
                 _load_boxes(b_desc, matrix, n * BLOCK_N, k, bar, columns)
                 _load_boxes(a_desc, of_rows, first_row, k, bar, rows.index(stage))
             else:
-                if has_a:
+                if has_rows:
                     mbarrier.expect(bar, OF_B)
                 else:
                     mbarrier.expect(bar, OF_A + OF_B)
@@ -323,7 +323,7 @@ def _fetch(
                     load_tile(a_desc, [of_rows, first_row, k], bar, box)
                 _load_boxes(b_desc, matrix, n * BLOCK_N, k, bar, b.index(stage))
             if IS_COLUMN_MAJOR:
-                if not has_a:
+                if not has_rows:
                     at = [of_rows, step, first_row]
                     load_tile(scale_a_ptr, at, bar, factors_a.index(place))
             if ORDER.extra:
@@ -370,8 +370,14 @@ def _transposed_order(order):
 
 @gluon.constexpr_function
 def _arrivals(order):
-    """With which a warpgroup lets go of a stage: for the other too, if it makes a tile alone."""
+    """With which a warpgroup lets go of a stage: of a transposed tile for the other too."""
     return 2 if order.has_narrow and order.rows == 64 else 1
+
+
+@gluon.constexpr_function
+def _is_alone(order):
+    """Whether a warpgroup makes a tile alone, and the other the next."""
+    return order.has_turns or (order.has_narrow and order.rows == 64)
 
 
 @gluon.jit
@@ -396,7 +402,7 @@ def _sum_in_tensor_core(
         last = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(empty.index(last), count=_arrivals(ORDER), pred=step > 0)
         stage, phase = next_stage(stage, phase, STAGES)
-    if ORDER.has_turns:
+    if _is_alone(ORDER):
         mbarrier.arrive(turns.index(1 - WHICH), count=1)
     if HAS_SECOND:
         acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
@@ -490,32 +496,29 @@ def _sum_in_pairs(
 ):  # fmt: skip
     """The same of once 64 rows, with scales or without: one is added while the next is made.
 
-    Where K is short, both of a pair before the next pair is begun. A stage has both steps of a
-    pair, or one. ptxas lets products overlap only if there are two ways to end; a last step alone
-    is the second.
+    Where K is short, both of a pair before the next pair is begun. ptxas lets products overlap only
+    if there are two ways to end; a last step alone is the second. Of two steps in a stage each
+    warpgroup has one, which past K is zero.
     """
     _, b, _, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
-    SECOND: gl.constexpr = ORDER.steps - 1  # its number in its stage
-    part, scale = _begin_step(acc, ring, stage, phase, 0, 0, WHICH, HAS_GROUPS, ORDER)
+    num_steps = gl.cdiv(num_steps, ORDER.steps)
+    part, scale = _begin_step(acc, ring, stage, phase, 0, WHICH, HAS_GROUPS, ORDER)
     part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
     for pair in range((num_steps - 1) // 2):
-        stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
+        stage_2, phase_2 = next_stage(stage, phase, STAGES)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, 2 * pair + 1, SECOND, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        if SECOND == 0:
-            mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         if ORDER.adds_both:
             part_2 = warpgroup_mma_wait(0, deps=(part_2,))
             mbarrier.arrive(empty.index(stage_2), count=1)
             acc = _add(acc, part_2, scale_2, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
-        part, scale = _begin_step(
-            acc, ring, stage, phase, 2 * pair + 2, 0, WHICH, HAS_GROUPS, ORDER
-        )
+        part, scale = _begin_step(acc, ring, stage, phase, 2 * pair + 2, WHICH, HAS_GROUPS, ORDER)
         if ORDER.adds_both:
             part = warpgroup_mma_wait(1, deps=(part,))
         else:
@@ -523,13 +526,12 @@ def _sum_in_pairs(
             mbarrier.arrive(empty.index(stage_2), count=1)
             acc = _add(acc, part_2, scale_2, HAS_GROUPS)
     if num_steps % 2 == 0:
-        stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
+        stage_2, phase_2 = next_stage(stage, phase, STAGES)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, num_steps - 1, SECOND, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, num_steps - 1, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        if SECOND == 0:
-            mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
         part_2 = warpgroup_mma_wait(0, deps=(part_2,))
@@ -544,27 +546,31 @@ def _sum_in_pairs(
 
 
 @gluon.jit
-def _second_of_pair(stage, phase, STAGES: gl.constexpr, ORDER: gl.constexpr):
-    """Where in the ring it is."""
-    if ORDER.steps == 2:
-        return stage, phase
+def _add_share(acc, sums, turns, turn, WHICH: gl.constexpr):
+    """What the second warpgroup has summed, which it leaves in shared memory, and the first has."""
+    if WHICH == 1:
+        mbarrier.wait(turns.index(0), (turn + 1) % 2)  # what it left before has been read
+        sums.store(acc)
+        mbarrier.arrive(turns.index(1), count=1)
     else:
-        return next_stage(stage, phase, STAGES)
+        mbarrier.wait(turns.index(1), turn % 2)
+        acc += sums.load(acc.type.layout)
+        mbarrier.arrive(turns.index(0), count=1)
+    return acc
 
 
 @gluon.jit
 def _begin_step(
-    acc, ring, stage, phase, step,
-    NUMBER: gl.constexpr,  # in its stage
-    WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
+    acc, ring, stage, phase, step, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
     _, _, _, factors_a, factors_b, full, _, _ = ring
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
+    NUMBER: gl.constexpr = WHICH if ORDER.steps == 2 else 0  # in its stage
     place = step if ORDER.kept else stage
-    if NUMBER == 0:
-        mbarrier.wait(full.index(stage), phase)
+    mbarrier.wait(full.index(stage), phase)
     scale = 1.0
     if HAS_GROUPS:
         scale = _load_scales(factors_a, place, NUMBER * ORDER.rows + FIRST, OF_ROW)
@@ -644,10 +650,12 @@ def _multiply(
     EVERY: gl.constexpr = 2 if ORDER.has_turns else 1
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
-    COLUMNS: gl.constexpr = BLOCK_N // ORDER.groups if BLOCK_M == _WAVE else BLOCK_N
+    SHARES_COLUMNS: gl.constexpr = BLOCK_M == _WAVE and ORDER.steps == 1
+    COLUMNS: gl.constexpr = BLOCK_N // ORDER.groups if SHARES_COLUMNS else BLOCK_N
     _, num_columns, _, num_matrices, _, _ = shape
     stage = 0
     phase = 0
+    narrow_turn = 0
     for turn in range(which % EVERY, _num_rounds(shape, ORDER), EVERY):
         matrix, row, end, n, split, first_step, end_step = _place(turn, shape, ORDER, 4)
         if not (_is_transposed(ORDER) and n == num_columns // BLOCK_N):
@@ -660,22 +668,26 @@ def _multiply(
             mbarrier.wait(turns.index(which), (turn // 2 + 1 - which) % 2)
         if ORDER.has_narrow and n == num_columns // BLOCK_N:
             if _is_transposed(ORDER):
-                if turn % 2 == which:
+                if narrow_turn % 2 == which:
+                    if narrow_turn > 0:  # the other's steps have gone by
+                        mbarrier.wait(turns.index(which), (narrow_turn - 1) // 2 % 2)
                     _make_transposed_tile(
                         narrow_ring, ends, scales, shape, strides, matrix, into, row, n * BLOCK_N,
                         num_steps, stage, phase, which, _transposed_order(ORDER),
                     )  # fmt: skip
+                narrow_turn += 1
                 phase = (phase + (stage + num_steps) // STAGES) % 2
                 stage = (stage + num_steps) % STAGES
             else:
                 stage, phase = _make_tile(
-                    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage,
-                    phase, which, BLOCK_N // 2, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, turn,
+                    stage, phase, which, BLOCK_N // 2, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
+                    ORDER,
                 )  # fmt: skip
         else:
             stage, phase = _make_tile(
-                ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
-                which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, turn,
+                stage, phase, which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
     if ORDER.num_experts and which == 0:
         _clear_padding(ends, shape)
@@ -685,7 +697,7 @@ def _multiply(
 @gluon.jit
 def _clear_padding(ends, shape):
     """Zeros into rows past the last expert's."""
-    staged, _, out_desc, _, _, _ = ends
+    staged, _, _, out_desc, _ = ends
     num_rows, num_columns, _, num_matrices, _, experts = shape
     row_offsets_ptr, _, _ = experts
     COLUMNS: gl.constexpr = staged.shape[len(staged.shape) - 1]
@@ -723,12 +735,12 @@ def _store_box(box, out_desc, into, row, column):
 
 @gluon.jit
 def _make_tile(
-    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
+    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, turn, stage, phase,
     which: gl.constexpr, COLUMNS: gl.constexpr, HAS_GROUPS: gl.constexpr,
     HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
-    staged, of_columns, _, _, _, _ = ends
+    staged, sums, of_columns, _, _ = ends
     scale_a_ptr, scale_b_ptr, bias_ptr = scales
     num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
@@ -767,6 +779,9 @@ def _make_tile(
         acc, stage, phase = _sum_in_pairs(
             acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
+        if ORDER.steps == 2:
+            _, _, _, _, _, _, _, turns = ring
+            acc = _add_share(acc, sums, turns, turn, which)
     elif HAS_GROUPS:
         acc, acc_2, stage, phase = _sum_of_groups(
             acc, acc_2, ring, num_steps, stage, phase, which, ORDER
@@ -780,30 +795,31 @@ def _make_tile(
             acc, acc_2, ring, num_steps, stage, phase, which, ORDER
         )
 
-    if not HAS_GROUPS:
-        if HAS_COLUMN_SCALES:
-            of_columns.index(which * OF_GROUP).store(scale_b)
-        acc *= gl.expand_dims(scale_a, 1)
-        if HAS_TWO:
-            acc_2 *= gl.expand_dims(scale_a_2, 1)
-    if HAS_BIAS:
-        of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
-    _store(
-        acc, ends, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES, HAS_COLUMN_SCALES,
-        HAS_BIAS, OF_GROUP,
-    )  # fmt: skip
-    if HAS_TWO:
-        _store(
-            acc_2, ends, into, row + _WAVE, n * BLOCK_N, which,
-            COLUMNS // OF_BOX, 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
-        )  # fmt: skip
-    if ORDER.extra:
+    if ORDER.steps == 1 or which == 0:
         if not HAS_GROUPS:
-            acc_2 *= gl.expand_dims(gl.convert_layout(scale_a, gl.SliceLayout(1, LAYOUT_2)), 1)
-        _store_extra(
-            acc_2, ends, scales, shape, strides, matrix, row,
-            _first_extra(n, num_columns, ORDER), HAS_COLUMN_SCALES,
+            if HAS_COLUMN_SCALES:
+                of_columns.index(which * OF_GROUP).store(scale_b)
+            acc *= gl.expand_dims(scale_a, 1)
+            if HAS_TWO:
+                acc_2 *= gl.expand_dims(scale_a_2, 1)
+        if HAS_BIAS:
+            of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
+        _store(
+            acc, ends, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES, HAS_COLUMN_SCALES,
+            HAS_BIAS, OF_GROUP,
         )  # fmt: skip
+        if HAS_TWO:
+            _store(
+                acc_2, ends, into, row + _WAVE, n * BLOCK_N, which,
+                COLUMNS // OF_BOX, 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
+            )  # fmt: skip
+        if ORDER.extra:
+            if not HAS_GROUPS:
+                acc_2 *= gl.expand_dims(gl.convert_layout(scale_a, gl.SliceLayout(1, LAYOUT_2)), 1)
+            _store_extra(
+                acc_2, ends, scales, shape, strides, matrix, row,
+                _first_extra(n, num_columns, ORDER), HAS_COLUMN_SCALES,
+            )  # fmt: skip
     return stage, phase
 
 
@@ -822,69 +838,61 @@ def _make_transposed_tile(
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
     ROWS: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    OF_COLUMN: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    acc = gl.zeros([_WAVE, ROWS], gl.float32, LAYOUT)
-    acc, _, _, _ = _sum_in_tensor_core(acc, acc, ring, num_steps, stage, phase, which, ORDER)
-    offs_n = gl.minimum(column + gl.arange(0, _WAVE, layout=OF_COLUMN), num_columns - 1)
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
     of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
+    offs_m = row + gl.arange(0, _WAVE, layout=THREADS)
+    scale_0 = gl.load(of_a + gl.minimum(offs_m, num_rows - 1).to(gl.int64) * a_row)
+    scale_1 = gl.load(of_a + gl.minimum(offs_m + _WAVE, num_rows - 1).to(gl.int64) * a_row)
+    scale_2 = gl.load(of_a + gl.minimum(offs_m + 2 * _WAVE, num_rows - 1).to(gl.int64) * a_row)
+    scale_3 = gl.load(of_a + gl.minimum(offs_m + 3 * _WAVE, num_rows - 1).to(gl.int64) * a_row)
+    offs_n = column + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, LAYOUT))
+    offs_n = gl.minimum(offs_n, num_columns - 1)
     scale_b = gl.load(of_b + offs_n.to(gl.int64) * b_column)
-    bias = scale_b
+    bias = 0.0 * scale_b
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + offs_n).to(gl.float32)
-    of_rows = (of_a, a_row, num_rows)
-    _store_transposed(
-        acc, ends, of_rows, scale_b, bias, into, row, column, which, 0, bias_ptr is not None
-    )
+
+    acc = gl.zeros([_WAVE, ROWS], gl.float32, LAYOUT)
+    acc, _, _, _ = _sum_in_tensor_core(acc, acc, ring, num_steps, stage, phase, which, ORDER)
+    acc *= gl.expand_dims(scale_b, 1)
+    left, right = acc.reshape([_WAVE, 2, ROWS // 2]).permute([0, 2, 1]).split()
+    part_0, part_1 = left.reshape([_WAVE, 2, _WAVE]).permute([0, 2, 1]).split()
+    part_2, part_3 = right.reshape([_WAVE, 2, _WAVE]).permute([0, 2, 1]).split()
+    _store_transposed(part_0, scale_0, bias, ends, into, row, column, which, 0)
+    _store_transposed(part_1, scale_1, bias, ends, into, row + _WAVE, column, which, 1)
+    _store_transposed(part_2, scale_2, bias, ends, into, row + 2 * _WAVE, column, which, 2)
+    _store_transposed(part_3, scale_3, bias, ends, into, row + 3 * _WAVE, column, which, 3)
 
 
 @gluon.jit
 def _store_transposed(
-    acc, ends, of_rows, scale_b, bias, into, row, column, WHICH: gl.constexpr,
-    NUMBER: gl.constexpr,  # of boxes of the tile before
-    HAS_BIAS: gl.constexpr,
+    acc, of_rows, bias, ends, into, row, column, WHICH: gl.constexpr,
+    NUMBER: gl.constexpr,  # of 64 rows
 ):  # fmt: skip
-    """Scale, add the bias, round and store 64 columns, by 64 rows.
+    """Scale rows, add the bias, round and store 64 columns of 64 rows.
 
     That is one box or, of four bytes, two next to each other.
     """
-    staged, _, out_desc, _, _, _ = ends
-    ROWS: gl.constexpr = acc.shape[1]
+    staged, _, _, out_desc, _ = ends
     BOXES: gl.constexpr = staged.shape[0] // 2
     OF_BOX: gl.constexpr = staged.shape[3]
     COUNT: gl.constexpr = _WAVE // OF_BOX
-    if ROWS > _WAVE:
-        above, below = acc.reshape([_WAVE, 2, ROWS // 2]).permute([0, 2, 1]).split()
-        BELOW: gl.constexpr = NUMBER + ROWS // 2 // _WAVE * COUNT
-        _store_transposed(
-            above, ends, of_rows, scale_b, bias, into, row, column, WHICH, NUMBER, HAS_BIAS
-        )
-        _store_transposed(
-            below, ends, of_rows, scale_b, bias, into, row + ROWS // 2, column, WHICH, BELOW,
-            HAS_BIAS,
-        )  # fmt: skip
-    else:
-        of_a, a_row, num_rows = of_rows
-        OF_COLUMN: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        offs_m = row + gl.arange(0, _WAVE, layout=gl.SliceLayout(0, acc.type.layout))
-        offs_m = gl.minimum(offs_m, num_rows - 1).to(gl.int64)
-        acc *= gl.expand_dims(gl.load(of_a + offs_m * a_row), 0)
-        acc *= gl.expand_dims(gl.convert_layout(scale_b, OF_COLUMN), 1)
-        if HAS_BIAS:
-            acc += gl.expand_dims(gl.convert_layout(bias, OF_COLUMN), 1)
-        gl.static_assert(COUNT <= BOXES, "all columns of a narrow tile are staged at once")
-        FIRST: gl.constexpr = WHICH * BOXES + NUMBER % BOXES
-        FLAT: gl.constexpr = gl.NVMMASharedLayout(
-            staged.type.layout.swizzle_byte_width, staged.dtype.primitive_bitwidth, 2
-        )
-        tma.store_wait(BOXES - COUNT)  # what was staged there before has been read
-        boxes = view_tile(staged.index(FIRST), staged.dtype, [COUNT * _WAVE, OF_BOX], FLAT)
-        out = acc.to(staged.dtype).reshape([COUNT, OF_BOX, _WAVE]).permute([1, 0, 2])
-        boxes.permute([1, 0]).store(out.reshape([OF_BOX, COUNT * _WAVE]))
-        fence_async_shared()
-        for number in gl.static_range(COUNT):
-            box = staged.index(FIRST + number)
-            _store_box(box, out_desc, into, row, column + number * OF_BOX)
+    FIRST: gl.constexpr = WHICH * BOXES + NUMBER * COUNT % BOXES
+    SWIZZLE: gl.constexpr = staged.type.layout.swizzle_byte_width
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, staged.dtype.primitive_bitwidth, 2)
+    gl.static_assert(COUNT <= BOXES, "all columns of a narrow tile are staged at once")
+    LAYOUT: gl.constexpr = acc.type.layout
+    acc *= gl.expand_dims(gl.convert_layout(of_rows, gl.SliceLayout(0, LAYOUT)), 0)
+    acc += gl.expand_dims(gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT)), 1)
+    tma.store_wait(BOXES - COUNT)  # what was staged there before has been read
+    boxes = view_tile(staged.index(FIRST), staged.dtype, [COUNT * _WAVE, OF_BOX], FLAT)
+    out = acc.to(staged.dtype).reshape([COUNT, OF_BOX, _WAVE]).permute([1, 0, 2])
+    boxes.permute([1, 0]).store(out.reshape([OF_BOX, COUNT * _WAVE]))
+    fence_async_shared()
+    for number in gl.static_range(COUNT):
+        box = staged.index(FIRST + number)
+        _store_box(box, out_desc, into, row, column + number * OF_BOX)
 
 
 @gluon.jit
@@ -892,7 +900,8 @@ def _store_extra(
     acc, ends, scales, shape, strides, matrix, row, column, HAS_COLUMN_SCALES: gl.constexpr
 ):
     """Scale columns, add the bias, round and store, from registers."""
-    _, _, _, out_ptr, stride_out_matrix, stride_out_row = ends
+    _, _, _, _, plain = ends
+    out_ptr, stride_out_matrix, stride_out_row = plain
     _, scale_b_ptr, bias_ptr = scales
     num_rows, num_columns, _, _, _, _ = shape
     _, _, _, b_matrix, _, b_column, stride_bias = strides
@@ -932,7 +941,7 @@ def _store(
 
     A warpgroup's boxes take turns in what it has of ``staged``; of a tile they are a multiple.
     """
-    staged, of_columns, out_desc, _, _, _ = ends
+    staged, _, of_columns, out_desc, _ = ends
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
@@ -1017,8 +1026,8 @@ def _scaled_mm_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     GROUPS: gl.constexpr = ORDER.groups
     STEPS: gl.constexpr = ORDER.steps
-    IN_PAIRS: gl.constexpr = BLOCK_M == _WAVE and GROUPS == 1 and (HAS_GROUPS or IS_EXACT)
-    gl.static_assert(STEPS == 1 or (IN_PAIRS and not ORDER.kept), "only pairs share a stage")
+    HAS_SHARES: gl.constexpr = BLOCK_M == _WAVE and (HAS_GROUPS or IS_EXACT) and not ORDER.kept
+    gl.static_assert(STEPS == 1 or HAS_SHARES, "of the steps of a stage each warpgroup has one")
     IS_WHOLE: gl.constexpr = BLOCK_M == 128 and not ORDER.has_turns
     gl.static_assert(ORDER.extra == 0 or IS_WHOLE, "one second product, of rows or of columns")
     OF_K: gl.constexpr = STEPS * BLOCK_K
@@ -1048,7 +1057,12 @@ def _scaled_mm_kernel(
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     full = make_barriers(STAGES, 33 if BY_LANES else 1)  # lanes of the warp, and the TMA
     empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
-    turns = make_barriers(2, 1) if ORDER.has_turns else empty
+    HAS_TURNS: gl.constexpr = ORDER.has_turns or STEPS == 2 or _is_transposed(ORDER)
+    turns = make_barriers(2, 1) if HAS_TURNS else empty
+    sums = of_columns
+    if STEPS == 2:  # of the warpgroup that leaves them to the other
+        OF_SUMS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        sums = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], OF_SUMS)
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
     experts = (row_offsets_ptr,)
@@ -1061,7 +1075,8 @@ def _scaled_mm_kernel(
     )  # fmt: skip
     ring = (a, b, extra, factors_a, factors_b, full, empty, turns)
     # what the end of a tile is made in, and goes to
-    ends = (staged, of_columns, out_desc, out_ptr, stride_out_matrix, stride_out_row)
+    plain = (out_ptr, stride_out_matrix, stride_out_row)
+    ends = (staged, sums, of_columns, out_desc, plain)
     scales = (scale_a_ptr, scale_b_ptr, bias_ptr)
     TO_FETCH: gl.constexpr = _registers_to_fetch(BY_LANES, ORDER)
     if GROUPS == 2:
@@ -1216,8 +1231,8 @@ def choose_tiles(
         programs = triton.cdiv(few * 64 // best.rows * best.num_splits, num_sms)
         return _with_stages_of_few(best, _rows_of_box(num_rows, best), steps, programs)
     most = 11 if sums_in_tensor_core or best.rows == 64 else 8
-    stages = min(_most_stages(best.rows, best.columns + best.extra, _SHARED_BYTES), most)
-    stages //= best.steps
+    room = _SHARED_BYTES - (256 * best.columns if best.steps == 2 else 0)  # a share of sums
+    stages = min(_most_stages(best.rows, best.columns + best.extra, room), most) // best.steps
     is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
     keeps_a = 3 <= steps <= 4 and best.num_splits == 1 and (best.rows == 256 or is_one)
     keeps_a = keeps_a and best.extra == 0
@@ -1301,8 +1316,7 @@ def _narrow_rounds(count: int, num_free: int) -> float:
 
 def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
     """Warpgroups that multiply; one has the registers for sums of 64 x 128, but not the time."""
-    is_one = tiles.steps == 2 or (tiles.rows == 64 and sums_in_tensor_core)
-    return 1 if is_one else 2
+    return 1 if tiles.rows == 64 and sums_in_tensor_core else 2
 
 
 def _boxes(
