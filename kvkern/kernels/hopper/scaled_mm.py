@@ -64,7 +64,7 @@ class _Order(NamedTuple):
     has_narrow: bool  # the last column of tiles has 64 columns or fewer
     has_splits: bool
     has_matrices: bool
-    groups: int  # of warps that multiply: of 64 rows one or two, which share columns or steps
+    groups: int  # of warps that multiply: of 64 rows one or two, which then share the columns
     has_turns: bool  # a warpgroup makes every other tile alone
     num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
     adds_both: bool  # products of a pair before the next pair is begun
@@ -79,8 +79,7 @@ def _first_row(which, order):
 @gluon.constexpr_function
 def _first_column(which, order):
     """The same of columns, which two warpgroups share out of 64 rows."""
-    shares_columns = order.rows == 64 and order.groups == 2 and order.steps == 1
-    return which * order.columns // 2 if shares_columns else 0
+    return which * order.columns // 2 if order.rows == 64 and order.groups == 2 else 0
 
 
 @gluon.constexpr_function
@@ -127,15 +126,17 @@ def _num_rounds(shape, ORDER: gl.constexpr):
     if ORDER.kept:
         return _first_of(gl.program_id(0) + 1, num_units) - _first_of(gl.program_id(0), num_units)
     rounds = num_units // gl.num_programs(0)
-    return rounds + (_in_turn(rounds) < num_units).to(gl.int32)
+    return rounds + (_in_turn(rounds, ORDER) < num_units).to(gl.int32)
 
 
 @gluon.jit
-def _in_turn(turn):
-    """Turns go to and fro: programs that get a narrow tile get the next ones too."""
+def _in_turn(turn, ORDER: gl.constexpr):
+    """With narrow tiles turns go to and fro: programs that get one get the next ones too."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
+    if ORDER.has_narrow:
+        program = gl.where(turn % 2 == 1, programs - 1 - program, program)
+    return turn * programs + program
 
 
 @gluon.jit
@@ -203,7 +204,7 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     if ORDER.kept:
         tile = _first_of(gl.program_id(0), _num_units(shape, ORDER)) + turn
     else:
-        tile = _in_turn(turn)
+        tile = _in_turn(turn, ORDER)
     split = 0 * turn
     first_step = 0 * turn
     end_step = gl.cdiv(depth, BLOCK_K)
@@ -496,29 +497,32 @@ def _sum_in_pairs(
 ):  # fmt: skip
     """The same of once 64 rows, with scales or without: one is added while the next is made.
 
-    Where K is short, both of a pair before the next pair is begun. ptxas lets products overlap only
-    if there are two ways to end; a last step alone is the second. Of two steps in a stage each
-    warpgroup has one, which past K is zero.
+    Where K is short, both of a pair before the next pair is begun. A stage has both steps of a
+    pair, or one. ptxas lets products overlap only if there are two ways to end; a last step alone
+    is the second.
     """
     _, b, _, _, _, _, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
-    num_steps = gl.cdiv(num_steps, ORDER.steps)
-    part, scale = _begin_step(acc, ring, stage, phase, 0, WHICH, HAS_GROUPS, ORDER)
+    SECOND: gl.constexpr = ORDER.steps - 1  # its number in its stage
+    part, scale = _begin_step(acc, ring, stage, phase, 0, 0, WHICH, HAS_GROUPS, ORDER)
     part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
     for pair in range((num_steps - 1) // 2):
-        stage_2, phase_2 = next_stage(stage, phase, STAGES)
+        stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, 2 * pair + 1, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, 2 * pair + 1, SECOND, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        mbarrier.arrive(empty.index(stage), count=1)
+        if SECOND == 0:
+            mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         if ORDER.adds_both:
             part_2 = warpgroup_mma_wait(0, deps=(part_2,))
             mbarrier.arrive(empty.index(stage_2), count=1)
             acc = _add(acc, part_2, scale_2, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
-        part, scale = _begin_step(acc, ring, stage, phase, 2 * pair + 2, WHICH, HAS_GROUPS, ORDER)
+        part, scale = _begin_step(
+            acc, ring, stage, phase, 2 * pair + 2, 0, WHICH, HAS_GROUPS, ORDER
+        )
         if ORDER.adds_both:
             part = warpgroup_mma_wait(1, deps=(part,))
         else:
@@ -526,12 +530,13 @@ def _sum_in_pairs(
             mbarrier.arrive(empty.index(stage_2), count=1)
             acc = _add(acc, part_2, scale_2, HAS_GROUPS)
     if num_steps % 2 == 0:
-        stage_2, phase_2 = next_stage(stage, phase, STAGES)
+        stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
         part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, num_steps - 1, WHICH, HAS_GROUPS, ORDER
+            acc, ring, stage_2, phase_2, num_steps - 1, SECOND, WHICH, HAS_GROUPS, ORDER
         )
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        mbarrier.arrive(empty.index(stage), count=1)
+        if SECOND == 0:
+            mbarrier.arrive(empty.index(stage), count=1)
         acc = _add(acc, part, scale, HAS_GROUPS)
         stage, phase = next_stage(stage_2, phase_2, STAGES)
         part_2 = warpgroup_mma_wait(0, deps=(part_2,))
@@ -546,31 +551,27 @@ def _sum_in_pairs(
 
 
 @gluon.jit
-def _add_share(acc, sums, turns, turn, WHICH: gl.constexpr):
-    """What the second warpgroup has summed, which it leaves in shared memory, and the first has."""
-    if WHICH == 1:
-        mbarrier.wait(turns.index(0), (turn + 1) % 2)  # what it left before has been read
-        sums.store(acc)
-        mbarrier.arrive(turns.index(1), count=1)
+def _second_of_pair(stage, phase, STAGES: gl.constexpr, ORDER: gl.constexpr):
+    """Where in the ring it is."""
+    if ORDER.steps == 2:
+        return stage, phase
     else:
-        mbarrier.wait(turns.index(1), turn % 2)
-        acc += sums.load(acc.type.layout)
-        mbarrier.arrive(turns.index(0), count=1)
-    return acc
+        return next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
 def _begin_step(
-    acc, ring, stage, phase, step, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    ORDER: gl.constexpr,
+    acc, ring, stage, phase, step,
+    NUMBER: gl.constexpr,  # in its stage
+    WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
     _, _, _, factors_a, factors_b, full, _, _ = ring
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
-    NUMBER: gl.constexpr = WHICH if ORDER.steps == 2 else 0  # in its stage
     place = step if ORDER.kept else stage
-    mbarrier.wait(full.index(stage), phase)
+    if NUMBER == 0:
+        mbarrier.wait(full.index(stage), phase)
     scale = 1.0
     if HAS_GROUPS:
         scale = _load_scales(factors_a, place, NUMBER * ORDER.rows + FIRST, OF_ROW)
@@ -650,8 +651,7 @@ def _multiply(
     EVERY: gl.constexpr = 2 if ORDER.has_turns else 1
     BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
-    SHARES_COLUMNS: gl.constexpr = BLOCK_M == _WAVE and ORDER.steps == 1
-    COLUMNS: gl.constexpr = BLOCK_N // ORDER.groups if SHARES_COLUMNS else BLOCK_N
+    COLUMNS: gl.constexpr = BLOCK_N // ORDER.groups if BLOCK_M == _WAVE else BLOCK_N
     _, num_columns, _, num_matrices, _, _ = shape
     stage = 0
     phase = 0
@@ -680,13 +680,13 @@ def _multiply(
                 stage = (stage + num_steps) % STAGES
             else:
                 stage, phase = _make_tile(
-                    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, turn,
+                    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps,
                     stage, phase, which, BLOCK_N // 2, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
                     ORDER,
                 )  # fmt: skip
         else:
             stage, phase = _make_tile(
-                ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, turn,
+                ring, ends, scales, shape, strides, matrix, into, row, n, num_steps,
                 stage, phase, which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
     if ORDER.num_experts and which == 0:
@@ -697,7 +697,7 @@ def _multiply(
 @gluon.jit
 def _clear_padding(ends, shape):
     """Zeros into rows past the last expert's."""
-    staged, _, _, out_desc, _ = ends
+    staged, _, out_desc, _ = ends
     num_rows, num_columns, _, num_matrices, _, experts = shape
     row_offsets_ptr, _, _ = experts
     COLUMNS: gl.constexpr = staged.shape[len(staged.shape) - 1]
@@ -735,12 +735,12 @@ def _store_box(box, out_desc, into, row, column):
 
 @gluon.jit
 def _make_tile(
-    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, turn, stage, phase,
+    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
     which: gl.constexpr, COLUMNS: gl.constexpr, HAS_GROUPS: gl.constexpr,
     HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
-    staged, sums, of_columns, _, _ = ends
+    staged, of_columns, _, _ = ends
     scale_a_ptr, scale_b_ptr, bias_ptr = scales
     num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
@@ -779,9 +779,6 @@ def _make_tile(
         acc, stage, phase = _sum_in_pairs(
             acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
-        if ORDER.steps == 2:
-            _, _, _, _, _, _, _, turns = ring
-            acc = _add_share(acc, sums, turns, turn, which)
     elif HAS_GROUPS:
         acc, acc_2, stage, phase = _sum_of_groups(
             acc, acc_2, ring, num_steps, stage, phase, which, ORDER
@@ -795,31 +792,30 @@ def _make_tile(
             acc, acc_2, ring, num_steps, stage, phase, which, ORDER
         )
 
-    if ORDER.steps == 1 or which == 0:
-        if not HAS_GROUPS:
-            if HAS_COLUMN_SCALES:
-                of_columns.index(which * OF_GROUP).store(scale_b)
-            acc *= gl.expand_dims(scale_a, 1)
-            if HAS_TWO:
-                acc_2 *= gl.expand_dims(scale_a_2, 1)
-        if HAS_BIAS:
-            of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
-        _store(
-            acc, ends, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES, HAS_COLUMN_SCALES,
-            HAS_BIAS, OF_GROUP,
-        )  # fmt: skip
+    if not HAS_GROUPS:
+        if HAS_COLUMN_SCALES:
+            of_columns.index(which * OF_GROUP).store(scale_b)
+        acc *= gl.expand_dims(scale_a, 1)
         if HAS_TWO:
-            _store(
-                acc_2, ends, into, row + _WAVE, n * BLOCK_N, which,
-                COLUMNS // OF_BOX, 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
-            )  # fmt: skip
-        if ORDER.extra:
-            if not HAS_GROUPS:
-                acc_2 *= gl.expand_dims(gl.convert_layout(scale_a, gl.SliceLayout(1, LAYOUT_2)), 1)
-            _store_extra(
-                acc_2, ends, scales, shape, strides, matrix, row,
-                _first_extra(n, num_columns, ORDER), HAS_COLUMN_SCALES,
-            )  # fmt: skip
+            acc_2 *= gl.expand_dims(scale_a_2, 1)
+    if HAS_BIAS:
+        of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
+    _store(
+        acc, ends, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES, HAS_COLUMN_SCALES,
+        HAS_BIAS, OF_GROUP,
+    )  # fmt: skip
+    if HAS_TWO:
+        _store(
+            acc_2, ends, into, row + _WAVE, n * BLOCK_N, which,
+            COLUMNS // OF_BOX, 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
+        )  # fmt: skip
+    if ORDER.extra:
+        if not HAS_GROUPS:
+            acc_2 *= gl.expand_dims(gl.convert_layout(scale_a, gl.SliceLayout(1, LAYOUT_2)), 1)
+        _store_extra(
+            acc_2, ends, scales, shape, strides, matrix, row,
+            _first_extra(n, num_columns, ORDER), HAS_COLUMN_SCALES,
+        )  # fmt: skip
     return stage, phase
 
 
@@ -874,7 +870,7 @@ def _store_transposed(
 
     That is one box or, of four bytes, two next to each other.
     """
-    staged, _, _, out_desc, _ = ends
+    staged, _, out_desc, _ = ends
     BOXES: gl.constexpr = staged.shape[0] // 2
     OF_BOX: gl.constexpr = staged.shape[3]
     COUNT: gl.constexpr = _WAVE // OF_BOX
@@ -900,7 +896,7 @@ def _store_extra(
     acc, ends, scales, shape, strides, matrix, row, column, HAS_COLUMN_SCALES: gl.constexpr
 ):
     """Scale columns, add the bias, round and store, from registers."""
-    _, _, _, _, plain = ends
+    _, _, _, plain = ends
     out_ptr, stride_out_matrix, stride_out_row = plain
     _, scale_b_ptr, bias_ptr = scales
     num_rows, num_columns, _, _, _, _ = shape
@@ -941,7 +937,7 @@ def _store(
 
     A warpgroup's boxes take turns in what it has of ``staged``; of a tile they are a multiple.
     """
-    staged, _, of_columns, out_desc, _ = ends
+    staged, of_columns, out_desc, _ = ends
     COLUMNS: gl.constexpr = acc.shape[1]
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
@@ -1026,8 +1022,8 @@ def _scaled_mm_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     GROUPS: gl.constexpr = ORDER.groups
     STEPS: gl.constexpr = ORDER.steps
-    HAS_SHARES: gl.constexpr = BLOCK_M == _WAVE and (HAS_GROUPS or IS_EXACT) and not ORDER.kept
-    gl.static_assert(STEPS == 1 or HAS_SHARES, "of the steps of a stage each warpgroup has one")
+    IN_PAIRS: gl.constexpr = BLOCK_M == _WAVE and GROUPS == 1 and (HAS_GROUPS or IS_EXACT)
+    gl.static_assert(STEPS == 1 or (IN_PAIRS and not ORDER.kept), "only pairs share a stage")
     IS_WHOLE: gl.constexpr = BLOCK_M == 128 and not ORDER.has_turns
     gl.static_assert(ORDER.extra == 0 or IS_WHOLE, "one second product, of rows or of columns")
     OF_K: gl.constexpr = STEPS * BLOCK_K
@@ -1057,12 +1053,8 @@ def _scaled_mm_kernel(
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     full = make_barriers(STAGES, 33 if BY_LANES else 1)  # lanes of the warp, and the TMA
     empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
-    HAS_TURNS: gl.constexpr = ORDER.has_turns or STEPS == 2 or _is_transposed(ORDER)
+    HAS_TURNS: gl.constexpr = ORDER.has_turns or _is_transposed(ORDER)
     turns = make_barriers(2, 1) if HAS_TURNS else empty
-    sums = of_columns
-    if STEPS == 2:  # of the warpgroup that leaves them to the other
-        OF_SUMS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-        sums = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_N], OF_SUMS)
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
     experts = (row_offsets_ptr,)
@@ -1076,7 +1068,7 @@ def _scaled_mm_kernel(
     ring = (a, b, extra, factors_a, factors_b, full, empty, turns)
     # what the end of a tile is made in, and goes to
     plain = (out_ptr, stride_out_matrix, stride_out_row)
-    ends = (staged, sums, of_columns, out_desc, plain)
+    ends = (staged, of_columns, out_desc, plain)
     scales = (scale_a_ptr, scale_b_ptr, bias_ptr)
     TO_FETCH: gl.constexpr = _registers_to_fetch(BY_LANES, ORDER)
     if GROUPS == 2:
@@ -1231,8 +1223,9 @@ def choose_tiles(
         programs = triton.cdiv(few * 64 // best.rows * best.num_splits, num_sms)
         return _with_stages_of_few(best, _rows_of_box(num_rows, best), steps, programs)
     most = 11 if sums_in_tensor_core or best.rows == 64 else 8
-    room = _SHARED_BYTES - (256 * best.columns if best.steps == 2 else 0)  # a share of sums
-    stages = min(_most_stages(best.rows, best.columns + best.extra, room), most) // best.steps
+    most = 14 if best.steps == 2 else most
+    stages = min(_most_stages(best.rows, best.columns + best.extra, _SHARED_BYTES), most)
+    stages //= best.steps
     is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
     keeps_a = 3 <= steps <= 4 and best.num_splits == 1 and (best.rows == 256 or is_one)
     keeps_a = keeps_a and best.extra == 0
@@ -1316,7 +1309,8 @@ def _narrow_rounds(count: int, num_free: int) -> float:
 
 def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
     """Warpgroups that multiply; one has the registers for sums of 64 x 128, but not the time."""
-    return 1 if tiles.rows == 64 and sums_in_tensor_core else 2
+    is_one = tiles.steps == 2 or (tiles.rows == 64 and sums_in_tensor_core)
+    return 1 if is_one else 2
 
 
 def _boxes(
