@@ -6,19 +6,25 @@ from unittest import mock
 
 from kvkern.kernels.config import KernelConfig
 from kvkern.kernels.hopper import scaled_mm
-from kvkern.kernels.hopper.scaled_mm import Tiles
+from kvkern.kernels.hopper.scaled_mm_tiles import Tiles
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """By name: what is wrong with them."""
     one, two = Tiles(64, 64, 1, 4, steps=2), Tiles(128, 64, 1, 4, steps=2)
     few = Tiles(64, 64, 1, 1, is_few=True, steps=2)
+    turns, extra = Tiles(128, 128, 1, 4, has_turns=True), Tiles(128, 128, 1, 4, extra=16)
     planted: list[tuple[str, Tiles, dict[str, Any]]] = [
         ("sums-in-tensor-core", one, {}),
         ("two-warpgroups", two, {"is_exact": True}),
         ("kept", one._replace(kept=4), {"of_groups": "row"}),
         ("one-stage", few, {}),
+        ("turns-of-groups", turns, {"of_groups": "row"}),
+        ("extra-of-256", extra._replace(rows=256), {"is_exact": True}),
+        ("extra-of-turns", extra._replace(has_turns=True), {}),
         ("sound", one, {"is_exact": True}),
+        ("sound-turns", turns, {}),
+        ("sound-extra", extra, {"is_exact": True}),
         ("sound-few", few._replace(stages=2), {}),
     ]
     for name, tiles, options in planted:

@@ -91,7 +91,11 @@ def test_tiles_that_hopper_has_no_loop_for_do_not_compile(tmp_path):
     for name in ("sums-in-tensor-core", "two-warpgroups", "kept"):
         assert "only pairs share a stage" in found[name]
     assert "a stage is asked for while another is multiplied" in found["one-stage"]
-    assert found["sound"] == found["sound-few"] == ""
+    assert "sums that leave the tensor core" in found["turns-of-groups"]
+    for name in ("extra-of-256", "extra-of-turns"):
+        assert "one second product, of rows or of columns" in found[name]
+    assert not any(reason for name, reason in found.items() if name.startswith("sound"))
+    assert len(found) == 11
 
 
 def test_gate_refuses_each_planted_kernel_for_its_own_reason_and_passes_the_sound_ones(tmp_path):

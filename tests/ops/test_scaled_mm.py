@@ -98,15 +98,16 @@ def assert_right_of_tiles(
     m, n, k, scaling, dtypes, out_dtype, accumulation, of_matrices, is_of_them
 ):
     """Of Hopper's kernel, once ``is_of_them`` says that it is the tiles that are meant."""
-    from kvkern.kernels.hopper import scaled_mm as hopper
+    from kvkern.kernels.hopper import scaled_mm_tiles
+    from kvkern.warm_up import size_class
 
     has_groups = scaling[0] == "group"
     is_fast = accumulation == "fast" and not has_groups
-    tiles = hopper.choose_tiles(
-        hopper.size_class(m), n, k, of_matrices, sums_in_tensor_core=is_fast,
+    tiles = scaled_mm_tiles.choose_tiles(
+        size_class(m), n, k, of_matrices, sums_in_tensor_core=is_fast,
         has_groups=has_groups, num_sms=132,
     )  # fmt: skip
-    assert is_of_them(hopper, tiles, is_fast), tiles
+    assert is_of_them(scaled_mm_tiles, tiles, is_fast), tiles
     lead = (of_matrices,) if of_matrices > 1 else ()
     made = ("group", "group") if has_groups else scaling
     a, b = operands(m, n, k, made, dtypes, device="cuda", lead=lead)
@@ -208,7 +209,7 @@ def test_exact_sums_of_numbers_with_a_mean_have_no_bias(scaling, backend, device
 @pytest.mark.parametrize("m", [16, 64, 300])
 def test_hopper_loses_of_whole_sums_what_is_stated(m, scaling):
     """K in one part: 16384 products of a sign, in fp32 or in what a tensor core keeps of them."""
-    from kvkern.kernels.hopper.scaled_mm import choose_tiles
+    from kvkern.kernels.hopper.scaled_mm_tiles import choose_tiles
 
     a, b = (
         Operand(torch.randn(rows, 16384, device="cuda") + 0.25, granularity)
@@ -638,7 +639,7 @@ def test_fast_sums_of_few_rows_of_large_matrices(m, n, k, scaling):
 )
 def test_groups_in_stages_of_two_steps(m, n, k, columns, is_column_major):
     """One warpgroup; the last stage is whole or half full."""
-    from kvkern.kernels.hopper.scaled_mm import choose_tiles
+    from kvkern.kernels.hopper.scaled_mm_tiles import choose_tiles
 
     tiles = choose_tiles(m, n, k, 1, sums_in_tensor_core=False, has_groups=True, num_sms=132)
     assert (tiles.columns, tiles.steps, tiles.is_few) == (columns, 2, False)
@@ -728,7 +729,7 @@ def test_rows_that_stay_where_sums_are_short(m, n, of_matrices, k, scaling, accu
     [(512, 4608, 1040, 1), (1000, 16520, 128, 1), (1500, 2304, 768, 3)],
 )
 def test_warpgroups_that_take_turns(m, n, k, of_matrices, out_dtype, scaling):
-    from kvkern.kernels.hopper.scaled_mm import choose_tiles
+    from kvkern.kernels.hopper.scaled_mm_tiles import choose_tiles
 
     tiles = choose_tiles(
         m, n, k, of_matrices, sums_in_tensor_core=True, has_groups=False, num_sms=132
@@ -753,7 +754,7 @@ def test_tiles_that_share_the_last_columns_out(m, n, k, out_dtype, scaling, accu
     """Each has 16 of them beside its own 128, so that all SMs have one tile."""
     assert_right_of_tiles(
         m, n, k, scaling, (E4M3, E4M3), out_dtype, accumulation, 1,
-        lambda hopper, tiles, is_fast: tiles.extra == 16,
+        lambda _, tiles, is_fast: tiles.extra == 16,
     )  # fmt: skip
 
 
@@ -769,7 +770,7 @@ def test_last_columns_that_are_few(m, of_matrices, dtypes, n, out_dtype, scaling
     """They have tiles of their own, or each tile some of them; other columns must not notice."""
     assert_right_of_tiles(
         m, n, 1200, scaling, dtypes, out_dtype, accumulation, of_matrices,
-        lambda hopper, tiles, is_fast: hopper._has_narrow(n, tiles, sums_in_tensor_core=is_fast),
+        lambda of, tiles, is_fast: of.has_narrow(n, tiles, sums_in_tensor_core=is_fast),
     )  # fmt: skip
 
 

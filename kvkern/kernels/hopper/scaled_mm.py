@@ -5,14 +5,14 @@ next to each other, whose rows of a it keeps. One warp fetches steps of 128 of K
 of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time, or of its
 columns if it has 64 rows, or every other tile, or one does it all. Where sums are exact, or scales
 change along K, the product of a step leaves the tensor core, whose accumulator keeps some 13 bits,
-and is added in fp32. Rows of experts are cut into tiles that begin and end with them: every role
-finds whose a tile is, on the device. Few rows have a kernel of their own, ``scaled_mm_few``; tiles,
-launches and repeats of both are here.
+and is added in fp32. Columns that are left have narrow tiles, done last, or each tile has a few of
+them beside its own. Rows of experts are cut into tiles that begin and end with them: every role
+finds whose a tile is, on the device. Few rows have a kernel of their own, ``scaled_mm_few``, tiles
+are chosen in ``scaled_mm_tiles``; launches and repeats of both kernels are here.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,13 +43,23 @@ from kvkern.kernels.hopper.compat import (
 )
 from kvkern.kernels.hopper.paging import fence_products, make_barriers, next_stage, pin
 from kvkern.kernels.hopper.scaled_mm_few import BLOCK_K, OF_A_STEP, scaled_mm_few_kernel
+from kvkern.kernels.hopper.scaled_mm_tiles import (
+    NARROW_ROWS,
+    Tiles,
+    choose_tiles,
+    choose_tiles_of_experts,
+    has_narrow,
+    num_boxes,
+    num_groups,
+    rows_of_box,
+)
 from kvkern.kernels.launch import Descriptors, Launch, launch
 from kvkern.kernels.paging import power_of_two
-from kvkern.kernels.sum_splits import MOST_SPLITS, SumAgain, launch_sum, new_partials
+from kvkern.kernels.sum_splits import SumAgain, launch_sum, new_partials
 from kvkern.warm_up import size_class
 
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
-_NARROW_ROWS: gl.constexpr = gl.constexpr(256)  # of a tile of the last 64 columns
+_NARROW_ROWS: gl.constexpr = gl.constexpr(NARROW_ROWS)
 
 
 class _Order(NamedTuple):
@@ -292,7 +302,8 @@ def _fetch(
             step_of_b = number if ORDER.extra == 0 else 0 * number
             column = n * BLOCK_N
             if ORDER.extra:
-                column = gl.where(number == 0, column, _first_extra(n, num_columns, ORDER))
+                first_extra = gl.minimum(_first_extra(n, num_columns, ORDER), num_columns - 1)
+                column = gl.where(number == 0, column, first_extra)
             of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
             of_b += (column // 128).to(gl.int64) * b_column
             of_b += (first_step + step_of_b).to(gl.int64) * b_group
@@ -366,7 +377,7 @@ def _narrow_operands(a, b, ORDER: gl.constexpr):
 @gluon.constexpr_function
 def _transposed_order(order):
     """Of narrow tiles that one warpgroup makes while the other goes on."""
-    return order._replace(rows=_WAVE.value, columns=_NARROW_ROWS.value, groups=1)
+    return _Order(*order)._replace(rows=_WAVE.value, columns=_NARROW_ROWS.value, groups=1)
 
 
 @gluon.constexpr_function
@@ -658,8 +669,7 @@ def _multiply(
     narrow_turn = 0
     for turn in range(which % EVERY, _num_rounds(shape, ORDER), EVERY):
         matrix, row, end, n, split, first_step, end_step = _place(turn, shape, ORDER, 4)
-        if not (_is_transposed(ORDER) and n == num_columns // BLOCK_N):
-            row += _first_row(which, ORDER)
+        own_row = row + _first_row(which, ORDER)
         into = end if ORDER.num_experts else split * num_matrices + matrix
         num_steps = end_step - first_step
         if ORDER.has_turns:  # the other's steps have gone by
@@ -680,14 +690,13 @@ def _multiply(
                 stage = (stage + num_steps) % STAGES
             else:
                 stage, phase = _make_tile(
-                    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps,
-                    stage, phase, which, BLOCK_N // 2, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
-                    ORDER,
+                    ring, ends, scales, shape, strides, matrix, into, own_row, n, num_steps, stage,
+                    phase, which, _WAVE, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )  # fmt: skip
         else:
             stage, phase = _make_tile(
-                ring, ends, scales, shape, strides, matrix, into, row, n, num_steps,
-                stage, phase, which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                ring, ends, scales, shape, strides, matrix, into, own_row, n, num_steps, stage,
+                phase, which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
     if ORDER.num_experts and which == 0:
         _clear_padding(ends, shape)
@@ -845,28 +854,28 @@ def _make_transposed_tile(
     offs_n = column + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, LAYOUT))
     offs_n = gl.minimum(offs_n, num_columns - 1)
     scale_b = gl.load(of_b + offs_n.to(gl.int64) * b_column)
-    bias = 0.0 * scale_b
+    bias = gl.zeros([_WAVE], gl.float32, gl.SliceLayout(1, LAYOUT))
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + offs_n).to(gl.float32)
 
     acc = gl.zeros([_WAVE, ROWS], gl.float32, LAYOUT)
     acc, _, _, _ = _sum_in_tensor_core(acc, acc, ring, num_steps, stage, phase, which, ORDER)
-    acc *= gl.expand_dims(scale_b, 1)
+    of_columns = (scale_b, bias)
     left, right = acc.reshape([_WAVE, 2, ROWS // 2]).permute([0, 2, 1]).split()
     part_0, part_1 = left.reshape([_WAVE, 2, _WAVE]).permute([0, 2, 1]).split()
     part_2, part_3 = right.reshape([_WAVE, 2, _WAVE]).permute([0, 2, 1]).split()
-    _store_transposed(part_0, scale_0, bias, ends, into, row, column, which, 0)
-    _store_transposed(part_1, scale_1, bias, ends, into, row + _WAVE, column, which, 1)
-    _store_transposed(part_2, scale_2, bias, ends, into, row + 2 * _WAVE, column, which, 2)
-    _store_transposed(part_3, scale_3, bias, ends, into, row + 3 * _WAVE, column, which, 3)
+    _store_transposed(part_0, scale_0, of_columns, ends, into, row, column, which, 0)
+    _store_transposed(part_1, scale_1, of_columns, ends, into, row + _WAVE, column, which, 1)
+    _store_transposed(part_2, scale_2, of_columns, ends, into, row + 2 * _WAVE, column, which, 2)
+    _store_transposed(part_3, scale_3, of_columns, ends, into, row + 3 * _WAVE, column, which, 3)
 
 
 @gluon.jit
 def _store_transposed(
-    acc, of_rows, bias, ends, into, row, column, WHICH: gl.constexpr,
+    acc, scale_a, of_columns, ends, into, row, column, WHICH: gl.constexpr,
     NUMBER: gl.constexpr,  # of 64 rows
 ):  # fmt: skip
-    """Scale rows, add the bias, round and store 64 columns of 64 rows.
+    """Scale, add the bias, round and store 64 columns of 64 rows.
 
     That is one box or, of four bytes, two next to each other.
     """
@@ -879,7 +888,9 @@ def _store_transposed(
     FLAT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, staged.dtype.primitive_bitwidth, 2)
     gl.static_assert(COUNT <= BOXES, "all columns of a narrow tile are staged at once")
     LAYOUT: gl.constexpr = acc.type.layout
-    acc *= gl.expand_dims(gl.convert_layout(of_rows, gl.SliceLayout(0, LAYOUT)), 0)
+    scale_b, bias = of_columns
+    acc *= gl.expand_dims(gl.convert_layout(scale_a, gl.SliceLayout(0, LAYOUT)), 0)
+    acc *= gl.expand_dims(gl.convert_layout(scale_b, gl.SliceLayout(1, LAYOUT)), 1)
     acc += gl.expand_dims(gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT)), 1)
     tma.store_wait(BOXES - COUNT)  # what was staged there before has been read
     boxes = view_tile(staged.index(FIRST), staged.dtype, [COUNT * _WAVE, OF_BOX], FLAT)
@@ -1024,8 +1035,12 @@ def _scaled_mm_kernel(
     STEPS: gl.constexpr = ORDER.steps
     IN_PAIRS: gl.constexpr = BLOCK_M == _WAVE and GROUPS == 1 and (HAS_GROUPS or IS_EXACT)
     gl.static_assert(STEPS == 1 or (IN_PAIRS and not ORDER.kept), "only pairs share a stage")
-    IS_WHOLE: gl.constexpr = BLOCK_M == 128 and not ORDER.has_turns
+    IS_WHOLE: gl.constexpr = BLOCK_M == 128 and not ORDER.has_turns and not ORDER.kept
     gl.static_assert(ORDER.extra == 0 or IS_WHOLE, "one second product, of rows or of columns")
+    LEAVES: gl.constexpr = HAS_GROUPS or IS_EXACT
+    gl.static_assert(
+        not (ORDER.has_turns and LEAVES), "no turns with sums that leave the tensor core"
+    )
     OF_K: gl.constexpr = STEPS * BLOCK_K
     a = gl.allocate_shared_memory(a_desc.dtype, [PLACES, 1, BLOCK_M, OF_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)
@@ -1105,232 +1120,6 @@ def _scaled_mm_kernel(
             [1],
             [max(TO_FETCH, 40)],
         )  # fmt: skip
-
-
-class Tiles(NamedTuple):
-    """How a product is cut up."""
-
-    rows: int
-    columns: int
-    num_splits: int  # of K
-    stages: int
-    is_few: bool = False  # whether ``scaled_mm_few`` has a kernel for it
-    kept: int = 0  # steps of a that stay in shared memory from tile to tile: all, or none
-    has_turns: bool = False  # whether a warpgroup makes every other tile alone
-    steps: int = 1  # of K that a stage has
-    extra: int = 0  # columns that a tile has beside its own, of those behind all tiles' own
-
-
-_SHARED_BYTES = 232_448
-# ns of a step of a tile of as many rows and columns, with sums in the tensor core, and with others;
-# of tiles that take as long the first is chosen
-_STEP_NS = {
-    True: {
-        (128, 256): 660, (256, 128): 660, (128, 128): 360, (128, 64): 225, (128, 32): 205,
-        (64, 128): 200,
-    },
-    False: {
-        (256, 128): 690, (128, 128): 400, (128, 64): 280, (128, 32): 245, (64, 128): 230,
-        (64, 64): 180, (64, 32): 155,
-    },
-}  # fmt: skip
-_FEW = Tiles(64, 64, 1, 0, is_few=True)
-_STEP_NS_IN_TURNS = 350  # of 128 x 128
-_STEP_NS_OF_EXPERTS = {  # of as many rows and 128 columns, where b is not read again by others
-    True: {64: 220, 128: _STEP_NS_IN_TURNS, 256: 660}, False: {64: 250, 128: 400, 256: 690},
-}  # fmt: skip
-
-
-@lru_cache(maxsize=4096)  # a choice takes the host up to 0.3 ms
-def choose_tiles(
-    num_rows: int,
-    num_columns: int,
-    depth: int,
-    num_matrices: int,
-    *,
-    sums_in_tensor_core: bool,
-    has_groups: bool,
-    num_sms: int,
-    can_split: bool = True,
-) -> Tiles:
-    """What takes the busiest SM the least time.
-
-    Few rows, and more where that fills the card, have the kernel that begins sooner. A thread holds
-    a large tile's sums, and the product of a step beside them unless the tensor core sums: so it is
-    256 x 128 or 128 x 256. Where K is not long, what a tile's end takes counts for more, which
-    warpgroups hide that make 128 x 128 each in turns; they need a tensor core that one of them
-    keeps busy. Where all of K takes no more room than a ring, programs keep a's rows and take tile
-    after tile of them.
-    """
-    steps = triton.cdiv(depth, 128)
-
-    def ns(tile: Tiles) -> float:
-        """Of the busiest SM."""
-        rows, columns, num_splits = tile[:3]
-        tiles_m = triton.cdiv(num_rows, rows)
-        tiles_n = triton.cdiv(num_columns, columns + tile.extra)
-        count = float(num_matrices * tiles_m * tiles_n)
-        of_sum = 0.0
-        if num_splits > 1:  # a launch, and parts that are written and read
-            of_sum = 2400 + num_splits * num_matrices * num_rows * num_columns / 340
-        if tile.is_few:
-            step_of_few = _step_of_few(
-                _rows_of_box(num_rows, tile), int(count) * num_splits, tiles_m, num_sms,
-                sums_in_tensor_core=sums_in_tensor_core, has_groups=has_groups,
-            )  # fmt: skip
-            return float(triton.cdiv(steps, num_splits) * step_of_few + of_sum)
-        of_narrow = 0.0  # rounds
-        if _has_narrow(num_columns, tile, sums_in_tensor_core=sums_in_tensor_core):
-            count -= num_matrices * tiles_m
-            num_narrow = num_matrices * triton.cdiv(num_rows, _NARROW_ROWS.value)
-            of_narrow = _narrow_rounds(num_narrow, int(-count % num_sms))
-        count *= num_splits
-        of_step: float = _STEP_NS_IN_TURNS if tile.has_turns else step_ns[rows, columns]
-        if tile.extra:  # a is read again, and they are added after the rest
-            of_step += (95 if sums_in_tensor_core else 225) + 1.7 * tile.extra
-        # or by what memory gives: with less of a beside b more of b is on its way
-        of_b = (columns + tile.extra) * 128 / tiles_m / (3900 if rows == 64 else 3700)
-        rounds, left = divmod(count, num_sms)
-        of_steps = rounds * max(of_step, num_sms * of_b) + of_narrow * of_step
-        if left > 0:
-            of_steps += max(of_step, left * of_b)
-        of_end = 1500 if max(rows, columns) == 256 else 800
-        num_ends = 1 if tile.has_turns else math.ceil(count / num_sms)  # that nothing hides
-        of_ends = 500 + num_ends * of_end  # and the start of a warp that fetches
-        return float(triton.cdiv(steps, num_splits) * of_steps + of_ends + of_sum)
-
-    step_ns = _STEP_NS[sums_in_tensor_core]
-    most_splits = max(min(steps // 4, MOST_SPLITS), 1) if can_split else 1
-    few = triton.cdiv(num_rows, 64) * triton.cdiv(num_columns, 64) * num_matrices  # programs
-    most_of_few = most_splits
-    if num_rows > 64:
-        most_of_few = min(most_splits, (2 if num_rows <= 128 else 1) * num_sms // few)
-    tiles = [_FEW._replace(num_splits=n) for n in (1, 2, 4, 8, 16) if n <= most_of_few]
-    if sums_in_tensor_core and 64 < num_rows <= 128 and few <= 2 * num_sms:
-        tiles.append(_FEW._replace(rows=128))
-    for rows, columns in step_ns:
-        by_one = rows == 64 and columns <= 64  # warpgroup, with two steps a stage
-        fewest = 1 if by_one else 257 if columns == 256 else 65
-        if num_rows >= fewest and (columns < 256 or steps > 8):
-            tile = Tiles(rows, columns, 1, 0, steps=2 if by_one else 1)
-            tiles += [tile._replace(num_splits=n) for n in (1, 2, 4, 8) if n <= most_splits]
-            if rows == 128 and columns >= 128 and steps >= 32:
-                tiles += [tile._replace(extra=n) for n in (8, 16, 32, 64)]
-    if sums_in_tensor_core and num_rows > 256:
-        tiles.append(Tiles(128, 128, 1, 0, has_turns=True))
-    best = min(tiles, key=ns)
-    if best.is_few:
-        programs = triton.cdiv(few * 64 // best.rows * best.num_splits, num_sms)
-        return _with_stages_of_few(best, _rows_of_box(num_rows, best), steps, programs)
-    most = 11 if sums_in_tensor_core or best.rows == 64 else 8
-    most = 14 if best.steps == 2 else most
-    stages = min(_most_stages(best.rows, best.columns + best.extra, _SHARED_BYTES), most)
-    stages //= best.steps
-    is_one = num_rows <= best.rows and best.columns == 128  # tile of rows
-    keeps_a = 3 <= steps <= 4 and best.num_splits == 1 and (best.rows == 256 or is_one)
-    keeps_a = keeps_a and best.extra == 0
-    has_narrow = _has_narrow(num_columns, best, sums_in_tensor_core=sums_in_tensor_core)
-    if keeps_a and not has_narrow:
-        # a step's place is free again when those of a ring have been multiplied after it
-        return best._replace(stages=min(stages, steps), kept=steps)
-    return best._replace(stages=stages)
-
-
-def choose_tiles_of_experts(rows_of_expert: int, *, sums_in_tensor_core: bool) -> Tiles:
-    """Tiles of 128 columns that take the least time, if the last of an expert's is half full."""
-
-    def ns(rows: int) -> float:
-        return (rows_of_expert / rows + 0.5) * of_step[rows]
-
-    of_step = _STEP_NS_OF_EXPERTS[sums_in_tensor_core]
-    rows = min(of_step, key=ns)
-    stages = min(_most_stages(rows, 128, _SHARED_BYTES - 4096), 8)
-    return Tiles(rows, 128, 1, stages, has_turns=sums_in_tensor_core and rows == 128)
-
-
-def _step_of_few(
-    rows: int,
-    count: int,  # of programs
-    tiles_m: int,
-    num_sms: int,
-    *,
-    sums_in_tensor_core: bool,
-    has_groups: bool,
-) -> float:
-    """ns: of a program alone, or by what its SM takes in, or by what memory gives."""
-    programs = triton.cdiv(count, num_sms)
-    taken_in = programs * (rows + 64) * 128 / 122
-    memory = 4000 if 4 * count > 3 * num_sms and rows <= 64 else 3600  # bytes a ns
-    of_b = count / tiles_m * 64 * 128 / memory
-    if sums_in_tensor_core:
-        return float(max(118 if rows <= 64 else 215, taken_in, of_b))
-    alone = 135 + 1.45 * rows if has_groups else 115 + 0.8 * rows
-    return float(max(alone, programs * alone * 0.75, taken_in, of_b))
-
-
-def _rows_of_box(num_rows: int, tile: Tiles) -> int:
-    """That the TMA fetches at once."""
-    return power_of_two(min(max(num_rows, 8), tile.rows))
-
-
-def _with_stages_of_few(tiles: Tiles, rows: int, steps: int, programs: int) -> Tiles:
-    """As many as there is room for beside other programs of the SM, and as K has."""
-    room = _SHARED_BYTES // min(programs, 5) + 18 * 1024  # nothing is staged
-    stages = min(_most_stages(rows, 64, room), 20)
-    of_k = 2 if stages >= 6 or rows <= 16 else 1
-    stages = min(stages // of_k, triton.cdiv(steps, of_k * tiles.num_splits))
-    return tiles._replace(stages=max(stages, 2), steps=of_k)
-
-
-def _most_stages(rows: int, columns: int, shared_bytes: int) -> int:
-    """Beside what is staged for the store, scales and bias."""
-    return (shared_bytes - 21 * 1024) // ((rows + columns) * 128 + 4 * (rows + 64))
-
-
-def _has_narrow(num_columns: int, tiles: Tiles, *, sums_in_tensor_core: bool) -> bool:
-    """Whether the last columns have tiles of 64 columns by 256 rows.
-
-    Of tiles of 128 rows they are transposed, which takes a warpgroup's registers for sums alone.
-    """
-    is_wide = tiles.rows == 256 or (tiles.columns == 256 and sums_in_tensor_core)
-    is_wide = is_wide and tiles.num_splits == 1 and num_columns > tiles.columns
-    return is_wide and tiles.extra == 0 and 0 < num_columns % tiles.columns <= _WAVE.value
-
-
-def _narrow_rounds(count: int, num_free: int) -> float:
-    """What narrow tiles, of 0.65 of the time of others, add to those' rounds.
-
-    They go to the SMs that are free in the last, and then to the same again.
-    """
-    if count <= num_free:
-        return 0.0
-    return 0.3 if count <= 2 * num_free else 0.65
-
-
-def _num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
-    """Warpgroups that multiply; one has the registers for sums of 64 x 128, but not the time."""
-    is_one = tiles.steps == 2 or (tiles.rows == 64 and sums_in_tensor_core)
-    return 1 if is_one else 2
-
-
-def _boxes(
-    tiles: Tiles,
-    itemsize: int,
-    *,
-    num_experts: int,
-    has_groups: bool,
-    num_of_columns: int,  # kinds of values that each column has: a scale, a bias
-) -> int:
-    """Two of a large tile if there is room, and a tile has a multiple."""
-    if max(tiles.rows, tiles.columns) < 256 and not tiles.has_turns:
-        return 1
-    a_tile = tiles.rows * tiles.columns * itemsize // (8192 if tiles.has_turns else 16384)
-    steps = tiles.stages * tiles.steps
-    used = steps * (tiles.rows + tiles.columns + tiles.extra) * 128 + 4 * num_experts + 512
-    if has_groups:
-        used += steps * (tiles.rows + (128 if tiles.extra else 64)) * 4
-    used += num_of_columns * 8 * tiles.columns
-    return 2 if used + 2 * 2 * 8192 <= _SHARED_BYTES and a_tile % 2 == 0 else 1
 
 
 def _is_column_major(scale: Tensor) -> bool:
@@ -1468,7 +1257,7 @@ def _call(
     parts = out.flatten(0, -3)  # [S * G, M, N]
     of_k = 128 * tiles.steps
     arguments: dict[str, Any] = {
-        "a_desc": matrix_descriptor(a, (_rows_of_box(num_rows, tiles), of_k)),
+        "a_desc": matrix_descriptor(a, (rows_of_box(num_rows, tiles), of_k)),
         "b_desc": matrix_descriptor(b.mT, (tiles.columns, of_k)),
         "scale_a_ptr": scale_a,
         "scale_b_ptr": scale_b,
@@ -1499,19 +1288,19 @@ def _call(
     has_column_scales = cell_a[1] == 0 and scale_b.shape[2] > 1
     sums_in_tensor_core = not is_exact and cell_a[1] == 0
     arguments["HAS_COLUMN_SCALES"] = has_column_scales
-    arguments["BOXES"] = _boxes(
+    arguments["BOXES"] = num_boxes(
         tiles,
         out.element_size(),
         num_experts=num_experts,
         has_groups=cell_a[1] > 0,
         num_of_columns=int(has_column_scales) + int(bias is not None),
     )
-    has_narrow = not is_grouped and _has_narrow(
+    is_narrow = not is_grouped and has_narrow(
         num_columns, tiles, sums_in_tensor_core=sums_in_tensor_core
     )
     if tiles.rows == 128:  # transposed ones stage all of their columns at once
-        has_narrow = has_narrow and arguments["BOXES"] * box[1] >= _WAVE.value
-    if has_narrow:
+        is_narrow = is_narrow and arguments["BOXES"] * box[1] >= _WAVE.value
+    if is_narrow:
         arguments["b_desc"] = matrix_descriptor(b.mT, (_WAVE.value, of_k))
     arguments["out_desc"] = (slices_descriptor if is_grouped else matrix_descriptor)(parts, box)
     arguments["extra_desc"] = arguments["out_ptr"] = None
@@ -1528,10 +1317,10 @@ def _call(
         band=1 if tiles.kept else 2048 // tiles.rows,
         kept=tiles.kept,
         extra=tiles.extra,
-        has_narrow=has_narrow,
+        has_narrow=is_narrow,
         has_splits=tiles.num_splits > 1,
         has_matrices=not is_grouped and num_matrices > 1,
-        groups=_num_groups(tiles, sums_in_tensor_core=sums_in_tensor_core),
+        groups=num_groups(tiles, sums_in_tensor_core=sums_in_tensor_core),
         has_turns=tiles.has_turns,
         num_experts=num_experts,
         adds_both=cell_a[1] > 0 and depth < 16 * 128,
@@ -1567,6 +1356,12 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("groups-narrow", 4096, 2112, 7168, {"of_groups": "row"}),
         ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),
         ("groups", 128, 24576, 1536, {"of_groups": "row"}),
+        ("fast-extra", 128, 36864, 7168, {}),
+        ("fast-extra", 2048, 2112, 7168, {"has_bias": True}),
+        ("exact-extra", 256, 36864, 7168, {"is_exact": True, "dtype": fp32, "has_bias": True}),
+        ("groups-extra", 128, 36864, 7168, {"of_groups": "column", "has_bias": True}),
+        ("groups-extra", 256, 36864, 7168, {"of_groups": "row"}),
+        ("fast-narrow-fp32", 4096, 2112, 7168, {"dtype": fp32}),
         ("fast", 128, 7168, 16384, {"has_bias": True}),
         ("fast-short", 128, 7168, 2048, {}),
         ("exact-long", 128, 7168, 16384, {"is_exact": True, "dtype": fp32}),
