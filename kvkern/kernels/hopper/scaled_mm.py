@@ -893,7 +893,8 @@ def _store_transposed(
     acc *= gl.expand_dims(gl.convert_layout(scale_b, gl.SliceLayout(1, LAYOUT)), 1)
     acc += gl.expand_dims(gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT)), 1)
     tma.store_wait(BOXES - COUNT)  # what was staged there before has been read
-    boxes = view_tile(staged.index(FIRST), staged.dtype, [COUNT * _WAVE, OF_BOX], FLAT)
+    boxes = view_tile(staged, staged.dtype, [2 * BOXES * _WAVE, OF_BOX], FLAT)
+    boxes = boxes.slice(FIRST * _WAVE, COUNT * _WAVE, dim=0)
     out = acc.to(staged.dtype).reshape([COUNT, OF_BOX, _WAVE]).permute([1, 0, 2])
     boxes.permute([1, 0]).store(out.reshape([OF_BOX, COUNT * _WAVE]))
     fence_async_shared()
