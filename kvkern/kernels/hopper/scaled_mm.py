@@ -1177,11 +1177,13 @@ class _Again:
         add: SumAgain | None,  # where K is split
     ) -> None:
         self._multiply, self._add = multiply, add
-        given = {number: arguments[name] for number, name in enumerate(varying)}
-        self._sources = [None if given[n] is None else _SOURCES[varying[n]] for n in given]
-        self._descriptors = Descriptors(
-            multiply, {n: x if hasattr(x, "base") else None for n, x in given.items()}
-        )
+        given = [arguments[name] for name in varying]
+        described = {n: x for n, x in enumerate(given) if hasattr(x, "base")}
+        self._descriptors = Descriptors(multiply, described)
+        self._sources = [
+            (n if n in described else None, _NOWHERE if given[n] is None else _SOURCES[name])
+            for n, name in enumerate(varying)
+        ]
 
     def __call__(self, addresses: Sequence[int | None]) -> None:
         *operands, bias, out = addresses
@@ -1191,13 +1193,17 @@ class _Again:
             self._add(lambda into: self._launch((*operands, None, into)), bias, out)
 
     def _launch(self, addresses: Sequence[int | None]) -> None:
-        encoded: list[Any] = []
-        for number, source in enumerate(self._sources):
-            address = None if source is None else addresses[source]
-            encoded += self._descriptors.at(number, address)
-        self._multiply(encoded)
+        at, addresses = self._descriptors.at, (*addresses, None)
+        given: list[Any] = []
+        for described, source in self._sources:
+            if described is None:
+                given.append(addresses[source])
+            else:
+                given += at(described, addresses[source])
+        self._multiply(given)
 
 
+_NOWHERE = -1  # what is not given
 _SOURCES = {  # which of the addresses that a call is repeated with a parameter is
     "a_desc": 0, "b_desc": 1, "extra_desc": 1, "scale_a_ptr": 2, "scale_b_ptr": 3,
     "row_offsets_ptr": 4, "bias_ptr": 5, "out_desc": 6, "out_ptr": 6,
