@@ -90,8 +90,10 @@ def assert_nearly_right(result, a, b, bias):
     """As fast sums are, in each row and, where a column has many, each column."""
     exact = a.real @ b.real.mT + bias.double().unsqueeze(-2)
     error = result.double() - exact
-    for dim in (-2, -1) if a.values.shape[-2] > 64 else (-1,):
-        assert (error.norm(dim=dim) <= 5e-3 * exact.norm(dim=dim)).all()
+    m, k = a.values.shape[-2:]
+    bound = 5e-3 if k > 1200 else 4e-3 if result.dtype == BF16 else 1e-3
+    for dim in (-2, -1) if m > 64 else (-1,):
+        assert (error.norm(dim=dim) <= bound * exact.norm(dim=dim)).all()
 
 
 def assert_right_of_tiles(
@@ -767,7 +769,7 @@ def test_tiles_that_share_the_last_columns_out(m, n, k, out_dtype, scaling, accu
     ("m", "of_matrices", "dtypes"), [(2000, 1, (E4M3, E4M3)), (1000, 2, (E5M2, E4M3))], ids=str
 )
 def test_last_columns_that_are_few(m, of_matrices, dtypes, n, out_dtype, scaling, accumulation):
-    """They have tiles of their own, or each tile some of them; other columns must not notice."""
+    """They have tiles of their own, some made transposed; other columns must not notice."""
     assert_right_of_tiles(
         m, n, 1200, scaling, dtypes, out_dtype, accumulation, of_matrices,
         lambda of, tiles, is_fast: of.has_narrow(n, tiles, sums_in_tensor_core=is_fast),

@@ -98,12 +98,6 @@ def _has_two(order):
     return order.rows == (128 if order.has_turns else 256)
 
 
-@gluon.constexpr_function
-def _has_second(order):
-    """Whether it has sums of more rows, or of more columns, than one product gives."""
-    return order.extra > 0 or order.rows == (128 if order.has_turns else 256)
-
-
 @gluon.jit
 def _tiles_n(num_columns, ORDER: gl.constexpr):
     return gl.cdiv(num_columns, ORDER.columns + ORDER.extra)
@@ -381,15 +375,9 @@ def _transposed_order(order):
 
 
 @gluon.constexpr_function
-def _arrivals(order):
-    """With which a warpgroup lets go of a stage: of a transposed tile for the other too."""
-    return 2 if order.has_narrow and order.rows == 64 else 1
-
-
-@gluon.constexpr_function
-def _is_alone(order):
-    """Whether a warpgroup makes a tile alone, and the other the next."""
-    return order.has_turns or (order.has_narrow and order.rows == 64)
+def _makes_transposed(order):
+    """Whether the order is ``_transposed_order``'s: stages are let go of for the other as well."""
+    return order.has_narrow and order.rows == 64
 
 
 @gluon.jit
@@ -400,7 +388,8 @@ def _sum_in_tensor_core(
     _, b, _, _, _, full, empty, turns = ring
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    HAS_SECOND: gl.constexpr = _has_second(ORDER)
+    HAS_SECOND: gl.constexpr = _has_two(ORDER) or ORDER.extra > 0
+    ARRIVALS: gl.constexpr = 2 if _makes_transposed(ORDER) else 1
     for step in range(num_steps):
         mbarrier.wait(full.index(stage), phase)
         rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, 0, ORDER)
@@ -412,16 +401,16 @@ def _sum_in_tensor_core(
         else:
             acc = warpgroup_mma_wait(1, deps=(acc,))
         last = gl.where(stage == 0, STAGES - 1, stage - 1)
-        mbarrier.arrive(empty.index(last), count=_arrivals(ORDER), pred=step > 0)
+        mbarrier.arrive(empty.index(last), count=ARRIVALS, pred=step > 0)
         stage, phase = next_stage(stage, phase, STAGES)
-    if _is_alone(ORDER):
+    if ORDER.has_turns or _makes_transposed(ORDER):
         mbarrier.arrive(turns.index(1 - WHICH), count=1)
     if HAS_SECOND:
         acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
     last = gl.where(stage == 0, STAGES - 1, stage - 1)
-    mbarrier.arrive(empty.index(last), count=_arrivals(ORDER), pred=num_steps > 0)
+    mbarrier.arrive(empty.index(last), count=ARRIVALS, pred=num_steps > 0)
     return acc, acc_2, stage, phase
 
 
@@ -784,7 +773,7 @@ def _make_tile(
     COLUMNS_2: gl.constexpr = COLUMNS if HAS_TWO else max(ORDER.extra, 8)
     LAYOUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS_2, 32])
     acc_2 = gl.zeros([_WAVE, COLUMNS_2], gl.float32, LAYOUT_2)
-    if (HAS_GROUPS or IS_EXACT) and not _has_second(ORDER):
+    if (HAS_GROUPS or IS_EXACT) and not (HAS_TWO or ORDER.extra > 0):
         acc, stage, phase = _sum_in_pairs(
             acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
@@ -997,7 +986,7 @@ def _several(count, shape):
 @gluon.jit(do_not_specialize=[*OF_A_STEP, "stride_out_matrix"])
 def _scaled_mm_kernel(
     a_desc,  # fp8 [G, M, K] in boxes of a stage, [1, BLOCK_M, 128 or 256], or fewer rows
-    b_desc,  # fp8 [G, N, K] in boxes of a stage, [1, BLOCK_N or half, 128 or 256]
+    b_desc,  # fp8 [G, N, K] in boxes of a stage, [1, BLOCK_N or 64, 128 or 256]
     extra_desc,  # fp8 [G, N, K] in boxes of the columns that a tile has beside, [1, X, 128]
     scale_a_ptr,  # fp32 [G, cells of M, cells of K], or [G, cells of K, M] in boxes of a stage
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
@@ -1297,7 +1286,6 @@ def _call(
     arguments["HAS_COLUMN_SCALES"] = has_column_scales
     arguments["BOXES"] = num_boxes(
         tiles,
-        out.element_size(),
         num_experts=num_experts,
         has_groups=cell_a[1] > 0,
         num_of_columns=int(has_column_scales) + int(bias is not None),

@@ -224,19 +224,17 @@ def num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
 
 def num_boxes(
     tiles: Tiles,
-    itemsize: int,
     *,
     num_experts: int,
     has_groups: bool,
     num_of_columns: int,  # kinds of values that each column has: a scale, a bias
 ) -> int:
-    """Two of a large tile if there is room, and a tile has a multiple."""
+    """That a warpgroup has on their way out: two of a large tile, if there is room."""
     if max(tiles.rows, tiles.columns) < 256 and not tiles.has_turns:
         return 1
-    a_tile = tiles.rows * tiles.columns * itemsize // (8192 if tiles.has_turns else 16384)
     steps = tiles.stages * tiles.steps
     used = steps * (tiles.rows + tiles.columns + tiles.extra) * 128 + 4 * num_experts + 512
     if has_groups:
         used += steps * (tiles.rows + (128 if tiles.extra else 64)) * 4
     used += num_of_columns * 8 * tiles.columns
-    return 2 if used + 2 * 2 * 8192 <= _SHARED_BYTES and a_tile % 2 == 0 else 1
+    return 2 if used + 2 * 2 * 8192 <= _SHARED_BYTES else 1
