@@ -1,11 +1,14 @@
-"""Tiles that Hopper's scaled_mm has no loop for, and would wait for ever with: refused."""
+"""Tiles that Hopper's kernels have no loop for, or one that goes wrong: refused."""
 
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from kvkern.kernels.config import KernelConfig
-from kvkern.kernels.hopper import scaled_mm
+import torch
+
+from kvkern.kernels.config import KernelConfig, config_of_call
+from kvkern.kernels.device import Gpu
+from kvkern.kernels.hopper import matmul_weight_only_few, scaled_mm
 from kvkern.kernels.hopper.scaled_mm_tiles import Tiles
 
 
@@ -30,3 +33,12 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     for name, tiles, options in planted:
         with mock.patch.object(scaled_mm, "_tiles_for", return_value=tiles):
             yield scaled_mm._shipped(name, 64, 4096, 512, **options)
+    for name, stages in (("stages-of-both-teams", 5), ("sound-teams", 4)):
+        x = torch.empty(8, 8192, dtype=torch.bfloat16, device="meta")
+        values = torch.empty(32, 8192, 128, dtype=torch.uint8, device="meta")
+        scale, out = torch.empty(64, 8192, device="meta"), x.new_empty(8, 8192)
+        tiles = matmul_weight_only_few.Tiles(8, 64, stages, is_whole=False)
+        with mock.patch.object(matmul_weight_only_few, "choose_tiles", return_value=tiles):
+            gpu = Gpu(90, num_sms=132)
+            _, *call = matmul_weight_only_few.few_call(x, values, scale, None, 128, out, gpu)
+        yield config_of_call(matmul_weight_only_few.matmul_few_kernel, name, *call)

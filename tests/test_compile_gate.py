@@ -94,8 +94,9 @@ def test_tiles_that_hopper_has_no_loop_for_do_not_compile(tmp_path):
     assert "sums that leave the tensor core" in found["turns-of-groups"]
     for name in ("extra-of-256", "extra-of-turns"):
         assert "one second product, of rows or of columns" in found[name]
+    assert "a team has stages of its own" in found["stages-of-both-teams"]
     assert not any(reason for name, reason in found.items() if name.startswith("sound"))
-    assert len(found) == 11
+    assert len(found) == 13
 
 
 def test_gate_refuses_each_planted_kernel_for_its_own_reason_and_passes_the_sound_ones(tmp_path):

@@ -168,6 +168,7 @@ def load_chunks(
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CELL: tl.constexpr,
+    EVICTION: tl.constexpr = "",  # policy of the caches
 ):
     """A tile as a tuple of chunks, in the dtype that it has; 0 where nothing is."""
     row = rows_from(first_row, ROWS)
@@ -175,7 +176,7 @@ def load_chunks(
     for i in tl.static_range(CHUNKS):
         column = columns_from(first_column + i * COLUMNS, COLUMNS, CELL)
         mask = (row < num_rows) & (column < NUM_COLUMNS)
-        x = tl.load(ptr + row * stride + column, mask=mask, other=0)
+        x = tl.load(ptr + row * stride + column, mask=mask, other=0, eviction_policy=EVICTION)
         chunks = chunks + (x,)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no other)
     return chunks
 

@@ -56,7 +56,7 @@ def _rms_norm_quant_fp8_kernel(
     first_row, first_column = tile_at(tl.program_id(0), NUM_COLUMNS, ROWS, COLUMNS, CHUNKS)
     chunks = load_chunks(
         x_ptr, first_row, first_column, num_rows, stride_x, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS,
-        CELL,
+        CELL, "evict_first",  # not gamma, which all programs read
     )  # fmt: skip
     if residual_ptr is not None:
         chunks = _add_residual(

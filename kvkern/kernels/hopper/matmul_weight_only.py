@@ -103,6 +103,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     bf16, fp16 = torch.bfloat16, torch.float16
     for bits, group_size, dtype, has_zero, num_rows, num_columns in (
         (4, 128, bf16, False, 8, 4096),
+        (4, 128, bf16, False, 1, 28672),
         (4, 128, fp16, False, 16, 8192),
         (4, 11008, bf16, False, 1, 4096),
         (8, 11008, bf16, False, 1, 4096),
