@@ -297,16 +297,26 @@ def _hopper_few_rows_refuses(call: WeightOnlyCall) -> str | None:
 
 
 def _hopper_weight_only_yields_call(call: WeightOnlyCall) -> str | None:
-    """Of up to 16 rows a program has 32 or 64 columns, and all of K.
+    """Of up to 16 rows a program has tiles of 32 or 64 columns, and all of K.
 
-    On 132 SMs: with N below 2112 half of those are idle, with N above 8448 some have a second
-    program when others are done. By microseconds of 1, 8 and 16 rows on an H200, hopper's and
-    triton's: 4096 x 11008 in 4 bits 13.2, 13.2, 15.0 and 15.8, 16.6, 17.8, in 8 bits 18.5, 17.8,
-    17.6 and 17.9, 18.5, 19.4; 8192 x 8192 16.2, 15.3, 16.9 and 18.6, 19.7, 21.1, and 22.0, 21.6,
-    22.1 and 22.9, 23.3, 24.8.
+    On 132 SMs half of those are idle with N below 2112. By microseconds of 1, 8 and 16 rows on an
+    H200, hopper's and triton's: in 4 bits 256 x 16384 12.7, 12.3, 13.7 and 10.0, 10.4, 11.0, but
+    1024 x 8192 9.3, 9.5, 10.1 and 10.0, 9.8, 10.9, and 28672 x 8192 39.9, 38.6, 40.4 and 47.5,
+    48.3, 51.1; in 8 bits 576 x 7168 10.4, 10.4, 10.4 and 8.8, 9.2, 9.9, 22016 x 4096 28.9, 28.6,
+    28.8 and 29.2, 31.2, 35.0, but 28672 x 8192 63.6, 63.1, 65.2 and 58.4, 58.9, 65.7.
     """
-    if call.num_rows <= 16 and not 2112 <= call.num_columns <= 8448:
-        return f"is no faster up to 16 rows but for N from 2112 to 8448, got {call.num_columns}"
+    if call.num_rows > 16:
+        return None
+    if call.bits == 4 and call.num_columns < 2112 and call.depth > 8192:
+        return (
+            "is no faster with 4 bits up to 16 rows where N is less than 2112 and K more than "
+            f"8192, got {call.num_columns} and {call.depth}"
+        )
+    if call.bits == 8 and not 2112 <= call.num_columns <= 22016:
+        return (
+            "is no faster with 8 bits up to 16 rows but for N from 2112 to 22016, got "
+            f"{call.num_columns}"
+        )
     return None
 
 

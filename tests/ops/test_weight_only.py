@@ -464,8 +464,16 @@ def test_call_that_hopper_takes_is_left_to_another_where_it_is_no_faster():
     for call in (MANY, MANY._replace(bits=8, group_size=0), FEW, FEW._replace(group_size=0)):
         assert hopper.refuses_call(call) is None and hopper.yields_call(call) is None
     assert hopper.refuses_call(MANY._replace(group_size=64, has_zero=False)) is None
-    for num_columns in (4, 2108, 8452):
-        call = FEW._replace(num_columns=num_columns)
+    long = FEW._replace(depth=16384)
+    for call in (FEW._replace(num_columns=4, depth=8192), long, FEW._replace(num_columns=28672)):
+        assert hopper.refuses_call(call) is None and hopper.yields_call(call) is None
+    call = long._replace(num_columns=2108)
+    assert hopper.refuses_call(call) is None
+    assert hopper.yields_call(call).endswith("got 2108 and 16384")
+    of_8_bits = FEW._replace(bits=8, group_size=0)
+    assert hopper.yields_call(of_8_bits._replace(num_columns=22016)) is None
+    for num_columns in (4, 2108, 22020):
+        call = of_8_bits._replace(num_columns=num_columns)
         assert hopper.refuses_call(call) is None
         assert hopper.yields_call(call).endswith(f"got {num_columns}")
 

@@ -78,6 +78,7 @@ class _Order(NamedTuple):
     has_turns: bool  # a warpgroup makes every other tile alone
     num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
     adds_both: bool  # products of a pair before the next pair is begun
+    ahead: int  # stages that are asked for before all barriers are made and the warps have begun
 
 
 @gluon.constexpr_function
@@ -253,26 +254,106 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _load_stage(
+    stages, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """What the TMA fetches for a tile that is not narrow."""
+    a, b, extra, factors_a, full = stages
+    a_desc, b_desc, extra_desc = descs
+    of_rows, matrix, first_row, n, num_columns = at
+    BOX_M: gl.constexpr = a_desc.block_type.shape[1]
+    bar = full.index(stage)
+    place = step if ORDER.kept else stage
+    k = step * BLOCK_K
+    if not has_rows:
+        box = a.index(place).slice(0, BOX_M, dim=1)  # no more rows are ever stored
+        load_tile(a_desc, [of_rows, first_row, k], bar, box)
+    _load_boxes(b_desc, matrix, n * ORDER.columns, k, bar, b.index(stage))
+    if IS_COLUMN_MAJOR:
+        if not has_rows:
+            load_tile(scale_a, [of_rows, step, first_row], bar, factors_a.index(place))
+    if ORDER.extra:
+        at_extra = [matrix, _first_extra(n, num_columns, ORDER), k]
+        load_tile(extra_desc, at_extra, bar, extra.index(stage))
+
+
+@gluon.jit
+def _load_narrow_stage(
+    ring, descs, scale_a, at, step, stage, IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr
+):
+    """The same for one that is."""
+    a, b, _, factors_a, _, full, _, _ = ring
+    a_desc, b_desc, _ = descs
+    of_rows, matrix, first_row, n, _ = at
+    bar = full.index(stage)
+    k = step * BLOCK_K
+    columns, rows = _narrow_operands(a, b, ORDER)
+    columns = columns.index(stage).slice(0, _WAVE, dim=1)
+    _load_boxes(b_desc, matrix, n * ORDER.columns, k, bar, columns)
+    _load_boxes(a_desc, of_rows, first_row, k, bar, rows.index(stage))
+    if IS_COLUMN_MAJOR:
+        load_tile(scale_a, [of_rows, step, first_row], bar, factors_a.index(stage))
+
+
+@gluon.jit
+def _fetch_stage(
+    ring, descs, scale_a, at, cells, step, end_step, stage, phase, has_rows,
+    HAS_GROUPS: gl.constexpr, IS_COLUMN_MAJOR: gl.constexpr, IS_AHEAD: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """Fill a stage: with its scales alone, where its operands are on their way. ``cells`` moved."""
+    a, b, extra, factors_a, factors_b, full, empty, _ = ring
+    of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group = cells
+    _, _, _, n, num_columns = at
+    STEPS: gl.constexpr = ORDER.steps
+    OF_SCALES: gl.constexpr = 4 * STEPS * ORDER.rows if IS_COLUMN_MAJOR else 0
+    OF_A: gl.constexpr = descs[0].block_type.nbytes + OF_SCALES
+    OF_B: gl.constexpr = (ORDER.columns + ORDER.extra) * STEPS * BLOCK_K
+    OF_NARROW: gl.constexpr = (_NARROW_ROWS + _WAVE) * BLOCK_K + OF_SCALES
+    mbarrier.wait(empty.index(stage), phase)
+    bar = full.index(stage)
+    if HAS_GROUPS:  # before this warp arrives at the barrier; the next's are on their way
+        factors_b.index(stage).store(scale_b)
+        of_b += STEPS * b_group
+        scale_b = gl.load(of_b, mask=step_of_b < end_step - step - STEPS, other=0)
+    if ORDER.has_narrow and n == num_columns // ORDER.columns:
+        mbarrier.expect(bar, OF_NARROW)
+        _load_narrow_stage(ring, descs, scale_a, at, step, stage, IS_COLUMN_MAJOR, ORDER)
+    else:
+        if has_rows:
+            mbarrier.expect(bar, OF_B)
+        else:
+            mbarrier.expect(bar, OF_A + OF_B)
+        if not IS_AHEAD:
+            stages = (a, b, extra, factors_a, full)
+            _load_stage(stages, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR, ORDER)
+    if HAS_GROUPS and not IS_COLUMN_MAJOR:
+        place = step if ORDER.kept else stage
+        if STEPS == 1:
+            copy_values(factors_a.index(place), of_a)
+        else:
+            copy_values(factors_a.index(place), of_a, step_of_a < end_step - step)
+        of_a += STEPS * a_group
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    return of_a, of_b, scale_b
+
+
+@gluon.jit
 def _fetch(
-    ring, a_desc, b_desc, extra_desc, scales, shape, strides, HAS_GROUPS: gl.constexpr,
-    IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
+    ring, descs, scales, shape, strides, HAS_GROUPS: gl.constexpr, IS_COLUMN_MAJOR: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """The warp that fills the ring; scales of a step come beside its operands.
 
     Where a is kept its steps have a place each, and are there still for the next tile of its rows.
     """
-    a, b, extra, factors_a, factors_b, full, empty, _ = ring
+    a, b, _, _, factors_b, _, _, _ = ring
     scale_a_ptr, scale_b_ptr, _ = scales
     STAGES: gl.constexpr = b.shape[0]
     BLOCK_M: gl.constexpr = a.shape[2]
-    BLOCK_N: gl.constexpr = b.shape[2]
     STEPS: gl.constexpr = ORDER.steps
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    BOX_M: gl.constexpr = a_desc.block_type.shape[1]
-    OF_SCALES: gl.constexpr = 4 * STEPS * BLOCK_M if IS_COLUMN_MAJOR else 0
-    OF_A: gl.constexpr = a_desc.block_type.nbytes + OF_SCALES
-    OF_B: gl.constexpr = (BLOCK_N + ORDER.extra) * STEPS * BLOCK_K
-    OF_NARROW: gl.constexpr = (_NARROW_ROWS + _WAVE) * BLOCK_K + OF_SCALES
     num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, a_group, b_matrix, b_group, b_column, _ = strides
     stage = 0
@@ -284,6 +365,11 @@ def _fetch(
         of_rows = matrix  # which of a's matrices
         if ORDER.num_experts:
             of_rows = 0 * matrix
+        of_a = 0
+        of_b = 0
+        scale_b = 0
+        step_of_a = 0
+        step_of_b = 0
         if HAS_GROUPS and not IS_COLUMN_MAJOR:
             lane = gl.arange(0, STEPS * BLOCK_M, layout=LANES)
             row = gl.minimum(first_row + lane % BLOCK_M, num_rows - 1)
@@ -294,7 +380,7 @@ def _fetch(
         if HAS_GROUPS:  # those of b with a copy for each row of a warpgroup
             number = gl.arange(0, factors_b.shape[1], layout=LANES) // _WAVE
             step_of_b = number if ORDER.extra == 0 else 0 * number
-            column = n * BLOCK_N
+            column = n * ORDER.columns
             if ORDER.extra:
                 first_extra = gl.minimum(_first_extra(n, num_columns, ORDER), num_columns - 1)
                 column = gl.where(number == 0, column, first_extra)
@@ -305,43 +391,24 @@ def _fetch(
         has_rows = (matrix == matrix_before) & (first_row == row_before) & (ORDER.kept > 0)
         matrix_before = matrix
         row_before = first_row
-        for step in range(first_step, end_step, STEPS):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            place = step if ORDER.kept else stage
-            if HAS_GROUPS:  # before this warp arrives at the barrier; the next's are on their way
-                factors_b.index(stage).store(scale_b)
-                of_b += STEPS * b_group
-                scale_b = gl.load(of_b, mask=step_of_b < end_step - step - STEPS, other=0)
-            k = step * BLOCK_K
-            if ORDER.has_narrow and n == num_columns // BLOCK_N:
-                mbarrier.expect(bar, OF_NARROW)
-                columns, rows = _narrow_operands(a, b, ORDER)
-                columns = columns.index(stage).slice(0, _WAVE, dim=1)
-                _load_boxes(b_desc, matrix, n * BLOCK_N, k, bar, columns)
-                _load_boxes(a_desc, of_rows, first_row, k, bar, rows.index(stage))
-            else:
-                if has_rows:
-                    mbarrier.expect(bar, OF_B)
-                else:
-                    mbarrier.expect(bar, OF_A + OF_B)
-                    box = a.index(place).slice(0, BOX_M, dim=1)  # no more rows are ever stored
-                    load_tile(a_desc, [of_rows, first_row, k], bar, box)
-                _load_boxes(b_desc, matrix, n * BLOCK_N, k, bar, b.index(stage))
-            if IS_COLUMN_MAJOR:
-                if not has_rows:
-                    at = [of_rows, step, first_row]
-                    load_tile(scale_a_ptr, at, bar, factors_a.index(place))
-            if ORDER.extra:
-                at = [matrix, _first_extra(n, num_columns, ORDER), k]
-                load_tile(extra_desc, at, bar, extra.index(stage))
-            if HAS_GROUPS and not IS_COLUMN_MAJOR:
-                if STEPS == 1:
-                    copy_values(factors_a.index(place), of_a)
-                else:
-                    copy_values(factors_a.index(place), of_a, step_of_a < end_step - step)
-                of_a += STEPS * a_group
-                async_copy.mbarrier_arrive(bar, increment_count=False)
+        at = (of_rows, matrix, first_row, n, num_columns)
+        first_due = first_step
+        if ORDER.ahead:
+            end_ahead = gl.minimum(first_step + ORDER.ahead * STEPS, end_step)
+            first_due = gl.where(turn == 0, end_ahead, first_step)
+            for step in range(first_step, first_due, STEPS):
+                cells = (of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group)
+                of_a, of_b, scale_b = _fetch_stage(
+                    ring, descs, scale_a_ptr, at, cells, step, end_step, stage, phase, has_rows,
+                    HAS_GROUPS, IS_COLUMN_MAJOR, True, ORDER,
+                )  # fmt: skip
+                stage, phase = next_stage(stage, phase, STAGES)
+        for step in range(first_due, end_step, STEPS):
+            cells = (of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group)
+            of_a, of_b, scale_b = _fetch_stage(
+                ring, descs, scale_a_ptr, at, cells, step, end_step, stage, phase, has_rows,
+                HAS_GROUPS, IS_COLUMN_MAJOR, False, ORDER,
+            )  # fmt: skip
             stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -1056,16 +1123,32 @@ def _scaled_mm_kernel(
             b_desc.dtype, _several(STAGES, extra_desc.block_type.shape), extra_desc.layout
         )
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
-    full = make_barriers(STAGES, 33 if BY_LANES else 1)  # lanes of the warp, and the TMA
+    experts = (row_offsets_ptr,)
+    if ORDER.num_experts:
+        experts = _share_out(row_offsets_ptr, num_rows, num_matrices, ORDER)
+    shape = (num_rows, num_columns, depth, num_matrices, num_splits, experts)
+    descs = (a_desc, b_desc, extra_desc)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    gl.static_assert(ORDER.ahead <= STAGES)
+    if ORDER.ahead:
+        matrix, first_row, _, n, _, first_step, end_step = _place(0, shape, ORDER, 4)
+        first_of_all = (matrix, matrix, first_row, n, num_columns)
+    for stage in gl.static_range(STAGES):
+        # lanes of the warp that fetches, and that warp, which tells what the TMA will bring
+        mbarrier.init(full.index(stage), count=33 if BY_LANES else 1)
+        if stage < ORDER.ahead:
+            fence_async_shared()
+            step = first_step + stage * STEPS
+            if step < end_step:
+                _load_stage(
+                    (a, b, extra, factors_a, full), descs, scale_a_ptr, first_of_all, step, stage,
+                    False, IS_COLUMN_MAJOR, ORDER,
+                )  # fmt: skip
     empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
     HAS_TURNS: gl.constexpr = ORDER.has_turns or _is_transposed(ORDER)
     turns = make_barriers(2, 1) if HAS_TURNS else empty
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
-    experts = (row_offsets_ptr,)
-    if ORDER.num_experts:
-        experts = _share_out(row_offsets_ptr, num_rows, num_matrices, ORDER)
-    shape = (num_rows, num_columns, depth, num_matrices, num_splits, experts)
     strides = (
         stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
         stride_scale_b_group, stride_scale_b_column, stride_bias,
@@ -1088,8 +1171,7 @@ def _scaled_mm_kernel(
                     ORDER,
                 )),
                 (_fetch, (
-                    ring, a_desc, b_desc, extra_desc, scales, shape, strides, HAS_GROUPS,
-                    IS_COLUMN_MAJOR, ORDER,
+                    ring, descs, scales, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
                 )),
             ],
             [4, 1],
@@ -1103,8 +1185,7 @@ def _scaled_mm_kernel(
                     ORDER,
                 )),
                 (_fetch, (
-                    ring, a_desc, b_desc, extra_desc, scales, shape, strides, HAS_GROUPS,
-                    IS_COLUMN_MAJOR, ORDER,
+                    ring, descs, scales, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
                 )),
             ],
             [1],
@@ -1319,6 +1400,7 @@ def _call(
         has_turns=tiles.has_turns,
         num_experts=num_experts,
         adds_both=cell_a[1] > 0 and depth < 16 * 128,
+        ahead=0 if is_grouped or is_narrow else min(2, tiles.stages),
     )
     # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)

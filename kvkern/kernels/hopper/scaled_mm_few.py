@@ -24,7 +24,7 @@ from kvkern.kernels.hopper.compat import (
     load_tile,
     thread_barrier,
 )
-from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
+from kvkern.kernels.hopper.paging import next_stage, pin
 
 BLOCK_K: gl.constexpr = gl.constexpr(128)
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # columns of out, rows of a wgmma
@@ -138,13 +138,13 @@ def scaled_mm_few_kernel(
     STEPS: gl.constexpr = OF_K // BLOCK_K
     gl.static_assert(STAGES > 1, "a stage is asked for while another is multiplied")
     NUM_FACTORS: gl.constexpr = STEPS * STAGES if HAS_GROUPS else 1
+    # stages that are asked for before all barriers are made; of many scales to copy that is slower
+    AHEAD: gl.constexpr = 0 if HAS_GROUPS and ROWS > 32 else 2
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, ROWS, OF_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)
     factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, ROWS], FLAT)
     factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, COPIES], FLAT)
-    full = make_barriers(STAGES, 129 if HAS_GROUPS else 1)  # threads' copies, and the TMA
-    fence_async_shared()
-    gdc_launch_dependents()  # a sum of splits that waits for all of this may start
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
 
     split = gl.program_id(0) % num_splits
     tiles_m = gl.cdiv(num_rows, ROWS)
@@ -174,7 +174,18 @@ def scaled_mm_few_kernel(
     ring = (a, b, factors_a, factors_b, full)
     place = (a_desc, b_desc, matrix, first_row, column, end_step)
     strides = (stride_scale_a_group, stride_scale_b_group)
-    for fill in range(gl.minimum(num_fills, STAGES)):
+    for fill in gl.static_range(STAGES):  # to make all barriers first would take 0.3 us
+        mbarrier.init(full.index(fill), count=129 if HAS_GROUPS else 1)  # threads' copies, and TMA
+        if fill < AHEAD:
+            fence_async_shared()
+            if fill < num_fills:
+                step = first_step + STEPS * fill
+                of_step_a, of_step_b = _fetch(
+                    ring, place, of_step_a, of_step_b, strides, step, fill, HAS_GROUPS
+                )
+    fence_async_shared()
+    gdc_launch_dependents()  # a sum of splits that waits for all of this may start
+    for fill in range(AHEAD, gl.minimum(num_fills, STAGES)):
         step = first_step + STEPS * fill
         of_step_a, of_step_b = _fetch(
             ring, place, of_step_a, of_step_b, strides, step, fill, HAS_GROUPS
