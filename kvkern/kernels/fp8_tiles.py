@@ -168,7 +168,7 @@ def load_chunks(
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CELL: tl.constexpr,
-    EVICTION: tl.constexpr = "",  # policy of the caches
+    EVICTION: tl.constexpr = tl.constexpr(""),  # policy of the caches
 ):
     """A tile as a tuple of chunks, in the dtype that it has; 0 where nothing is."""
     row = rows_from(first_row, ROWS)
