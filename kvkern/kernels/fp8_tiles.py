@@ -30,6 +30,7 @@ OF_A_STEP = ("num_rows", "stride_scale_row", "stride_scale_column")
 _MOST_CHUNKS = 9  # of a row, before it takes more warps
 _EVEN_CHUNKS = 8  # of what may be cut anywhere
 _MIN_SCALE: tl.constexpr = tl.constexpr(MIN_TOKEN_SCALE)
+_NO_EVICTION: tl.constexpr = tl.constexpr("")  # "evict_first": nobody reads it again
 
 
 class Tile(NamedTuple):
@@ -168,7 +169,7 @@ def load_chunks(
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CELL: tl.constexpr,
-    EVICTION: tl.constexpr = tl.constexpr(""),  # policy of the caches
+    EVICTION: tl.constexpr = _NO_EVICTION,
 ):
     """A tile as a tuple of chunks, in the dtype that it has; 0 where nothing is."""
     row = rows_from(first_row, ROWS)

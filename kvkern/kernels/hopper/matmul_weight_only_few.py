@@ -204,6 +204,7 @@ def matmul_few_kernel(
 ):
     """Programs that follow each other have tiles of 32 or 64 columns that do; some have several."""
     gl.static_assert(IS_WHOLE or STAGES % _TEAMS == 0, "a team has stages of its own")
+    gl.static_assert(IS_WHOLE or STAGES > _AHEAD)
     STEP: gl.constexpr = words_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = words_desc.block_type.shape[1]
     PARTS: gl.constexpr = x_desc.block_type.shape[0]

@@ -302,7 +302,10 @@ def _fetch_stage(
     HAS_GROUPS: gl.constexpr, IS_COLUMN_MAJOR: gl.constexpr, IS_AHEAD: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """Fill a stage: with its scales alone, where its operands are on their way. ``cells`` moved."""
+    """Fill a stage, or say what comes and add scales where the TMA ``IS_AHEAD``.
+
+    ``cells`` are the scales' places, which come back as the next stage's.
+    """
     a, b, extra, factors_a, factors_b, full, empty, _ = ring
     of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group = cells
     _, _, _, n, num_columns = at
@@ -396,20 +399,15 @@ def _fetch(
         if ORDER.ahead:
             end_ahead = gl.minimum(first_step + ORDER.ahead * STEPS, end_step)
             first_due = gl.where(turn == 0, end_ahead, first_step)
-            for step in range(first_step, first_due, STEPS):
+        bounds = (first_step, first_due, end_step)
+        for part in gl.static_range(0 if ORDER.ahead else 1, 2):
+            for step in range(bounds[part], bounds[part + 1], STEPS):
                 cells = (of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group)
                 of_a, of_b, scale_b = _fetch_stage(
                     ring, descs, scale_a_ptr, at, cells, step, end_step, stage, phase, has_rows,
-                    HAS_GROUPS, IS_COLUMN_MAJOR, True, ORDER,
+                    HAS_GROUPS, IS_COLUMN_MAJOR, part == 0, ORDER,
                 )  # fmt: skip
                 stage, phase = next_stage(stage, phase, STAGES)
-        for step in range(first_due, end_step, STEPS):
-            cells = (of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group)
-            of_a, of_b, scale_b = _fetch_stage(
-                ring, descs, scale_a_ptr, at, cells, step, end_step, stage, phase, has_rows,
-                HAS_GROUPS, IS_COLUMN_MAJOR, False, ORDER,
-            )  # fmt: skip
-            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
