@@ -609,29 +609,6 @@ def test_hopper_product_of_few_rows_and_several_tiles_a_program(num_rows, name):
             assert torch.equal(got, matmul(x, weight, backend="hopper"))
 
 
-@pytest.mark.parametrize("has_groups", [True, False])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("num_rows", [1, 5, 16])
-def test_few_rows_have_stages_of_each_teams_own_and_room_for_them(num_rows, bits, has_groups):
-    from kvkern.kernels.device import Gpu
-    from kvkern.kernels.hopper.matmul_weight_only_few import choose_tiles
-
-    found = set()
-    for num_columns in (4, 576, 4096, 4256, 8192, 28672):
-        for depth in (256, 1024, 2816, 11008, 16384):
-            gpu = Gpu(90, num_sms=132)
-            tiles = choose_tiles(num_rows, num_columns, depth, bits, has_groups, gpu)
-            step_bytes = 128 * 128  # of words, of four warps with 32 columns of one chunk each
-            step_bytes += (128 // tiles.columns) * (16 // bits) * 128 * tiles.rows
-            assert tiles.stages * step_bytes <= 232448 and tiles.rows >= num_rows
-            assert tiles.is_whole or (tiles.stages >= 4 and tiles.stages % 2 == 0)
-            if tiles.is_whole:
-                assert tiles.columns * 132 >= num_columns
-                assert tiles.stages * (128 // tiles.columns) * (1024 // bits) >= depth
-            found.add(tiles.is_whole)
-    assert found == {True, False}
-
-
 @pytest.mark.gpu
 @on_hopper
 @every_of_few_rows
