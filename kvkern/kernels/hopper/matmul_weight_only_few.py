@@ -2,9 +2,9 @@
 
 Weights are the MMA's rows and tokens its columns. A step is 16 KB of words: of 32 columns of out
 four chunks, of which each is a warp's, of 64 columns two, each of two warps. One more warp asks by
-TMA for all steps that there is room for; the first few are asked for before it has started, which
-takes 0.5 us. At a tile's end the first team sums what both have found. K is not cut: a second
-launch, that sums, takes longer than it saves.
+TMA for all steps that there is room for; the first are asked for before it has started and the
+other barriers are made, which takes 0.5 us. At a tile's end the first team sums what both have
+found. K is not cut: a second launch, that sums, takes longer than it saves.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from kvkern.kernels.packed_ints import chunk_columns
 _TEAMS: gl.constexpr = gl.constexpr(2)
 _WARPS: gl.constexpr = gl.constexpr(4)  # of a team
 _COLUMNS: gl.constexpr = gl.constexpr(32)  # of out that a warp makes
-_AHEAD: gl.constexpr = gl.constexpr(2)  # steps that are asked for first
+_AHEAD: gl.constexpr = gl.constexpr(2)  # steps that are asked for before all else
 
 
 @gluon.jit
@@ -222,7 +222,7 @@ def matmul_few_kernel(
     num_steps = gl.cdiv(num_chunks, STEP)  # beyond the last chunk a box has zeros
     ring = (words, xs, scales, full)
     descs = (words_desc, x_desc, scale_desc)
-    for stage in gl.static_range(STAGES):  # to make all barriers first would take 0.5 us
+    for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         if stage < _AHEAD:
             fence_async_shared()
