@@ -16,11 +16,11 @@ from kvkern.testing.budget import assert_within_budget
 from kvkern.testing.timing import capture, host_us, time_interleaved_us
 from kvkern.warm_up import size_class
 
-LAYERS = (  # N, K: DeepSeek-V3's
+LAYERS = (  # N, K: DeepSeek-V3's, and a square
     (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048),
-    (36864, 7168), (7168, 18432),
+    (36864, 7168), (7168, 18432), (8192, 8192),
 )  # fmt: skip
-ROWS = tuple(2**power for power in range(13))  # 1 to 4096
+ROWS = tuple(2**power for power in range(14))  # 1 to 8192
 # DeepGEMM compiles where it meets another number of rows, also while serving: only by name
 BACKENDS = tuple(b.name for b in TABLE["scaled_mm"] if b.name not in ("reference", "deepgemm"))
 _NEARLY = 0.99  # of the time of the first backend: for less gain its place in the table counts

@@ -18,6 +18,11 @@ class Gpu(NamedTuple):
         return self.capability >= 89
 
     @property
+    def has_early_start(self) -> bool:
+        """Whether a launch may begin before the one before it has ended, and wait in the kernel."""
+        return self.capability >= 90
+
+    @property
     def has_large_shared(self) -> bool:
         """Whether a block may have over 160 KiB of shared memory (the data-centre cards)."""
         return self.capability in (80, 90, 100, 103)

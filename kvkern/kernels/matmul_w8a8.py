@@ -19,7 +19,6 @@ from kvkern.kernels.matmul_weight_only import Tiles, choose_tiles
 from kvkern.kernels.numerics import round_to
 from kvkern.kernels.packed_ints import CHUNK_WORDS, chunk_columns, round_to_int
 from kvkern.kernels.sum_splits import (
-    can_start_early,
     new_partials,
     sum_splits_call,
     sum_splits_kernel,
@@ -216,7 +215,7 @@ def _matmul_call(
         "BLOCK_N": tiles.columns,
         "NUM_STAGES": tiles.num_stages,
         "IS_PART": is_cut,
-        "LETS_NEXT_START": is_cut and can_start_early(gpu),
+        "LETS_NEXT_START": is_cut and gpu.has_early_start,
     }
     options = {"num_warps": tiles.num_warps, "enable_fp_fusion": True}
     grid = (

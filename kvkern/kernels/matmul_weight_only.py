@@ -19,7 +19,6 @@ from kvkern.kernels.numerics import compute_dtype, round_to
 from kvkern.kernels.packed_ints import CHUNK_WORDS, chunk_columns, float_plane, planes_per_group
 from kvkern.kernels.sum_splits import (
     MOST_SPLITS,
-    can_start_early,
     new_partials,
     sum_splits_call,
     sum_splits_kernel,
@@ -194,7 +193,7 @@ def _matmul_call(
         **_shared_arguments(x, values, scale, zero, group_size, parts, tiles),
         "bias_ptr": None if is_cut else bias,
         "chunks_per_split": triton.cdiv(values.shape[0], tiles.num_splits),
-        "LETS_NEXT_START": is_cut and can_start_early(gpu),
+        "LETS_NEXT_START": is_cut and gpu.has_early_start,
     }
     options = {"num_warps": tiles.num_warps, "enable_fp_fusion": True}
     return (*_tiles_of(parts, tiles), tiles.num_splits), arguments, options

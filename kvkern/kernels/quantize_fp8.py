@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.config import SMALL_SPILLS, KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
@@ -64,6 +65,7 @@ def _quantize_fp8_kernel(
     POWER_OF_TWO: tl.constexpr,
     LIMIT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # whether it may start while partials are still being written
 ):
     """One tile."""
     tile = tl.program_id(0)
@@ -83,6 +85,8 @@ def _quantize_fp8_kernel(
     else:
         cell = first_row if CELL == "row" else first_row * 0  # a long row has its tiles for itself
         offs = tl.arange(0, BLOCK_P)
+        if IS_EARLY:
+            gdc_wait()
         partial_ptrs = partials_ptr + cell * num_partials + offs
         partials = tl.load(partial_ptrs, mask=offs < num_partials, other=0.0)
         scale = scale_for(tl.max(partials, axis=0), POWER_OF_TWO, LIMIT)
@@ -108,8 +112,11 @@ def _partial_maxima_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    LETS_NEXT_START: tl.constexpr,  # which waits for all of this before it reads partials
 ):
     """max |x| of every ``num_partials``-th tile of a cell of whole rows, where that is finite."""
+    if LETS_NEXT_START:
+        gdc_launch_dependents()
     cell, first_tile = tl.program_id(0) // num_partials, tl.program_id(0) % num_partials
     x_ptr += cell.to(tl.int64) * num_rows * stride_x
     TILES_K: tl.constexpr = (NUM_COLUMNS + COLUMNS * CHUNKS - 1) // (COLUMNS * CHUNKS)
@@ -184,7 +191,7 @@ def quantize_fp8(
     gpu = gpu_of(x.device)
     partials = None
     if not is_static and _is_larger_than_tile(x, granularity):
-        grid, arguments, options = _maxima_call(x, granularity)
+        grid, arguments, options = _maxima_call(x, granularity, gpu)
         partials = arguments["partials_ptr"]
         _partial_maxima_kernel[grid](**arguments, **options)
     grid, arguments, options = _quantize_call(
@@ -208,7 +215,9 @@ def _most_partials(granularity: Cell) -> int:
     return _MOST_PARTIALS_OF_ROW if granularity == "row" else _MOST_PARTIALS
 
 
-def _maxima_call(x: Tensor, granularity: Cell) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def _maxima_call(
+    x: Tensor, granularity: Cell, gpu: Gpu
+) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
     num_columns = x.shape[1]
     num_rows, num_cells = (1, x.shape[0]) if granularity == "row" else (x.shape[0], 1)
     tile = choose_tile(num_columns, "tensor")
@@ -220,6 +229,7 @@ def _maxima_call(x: Tensor, granularity: Cell) -> tuple[Any, dict[str, Any], dic
         "num_partials": num_partials,
         "stride_x": x.stride(0),
         **tile.fields(num_columns),
+        "LETS_NEXT_START": gpu.has_early_start,
     }
     return (num_partials * num_cells,), arguments, tile.options
 
@@ -237,6 +247,7 @@ def _quantize_call(
     has_scales = is_static or partials is not None
     is_free = has_scales and granularity != "group"  # narrow tiles are the faster there
     tile = choose_tile(x.shape[1], "tensor" if is_free else granularity)
+    is_early = partials is not None and gpu.has_early_start
     arguments = {
         "x_ptr": x,
         "partials_ptr": partials,
@@ -245,8 +256,10 @@ def _quantize_call(
         "stride_x": x.stride(0),
         "BLOCK_P": _most_partials(granularity),
         **quantizing_fields(values, scale, granularity, tile, is_static, power_of_two, gpu),
+        "IS_EARLY": is_early,
     }
-    return (tile.num_tiles(*x.shape),), arguments, tile.options
+    options = {**tile.options, "launch_pdl": True} if is_early else tile.options
+    return (tile.num_tiles(*x.shape),), arguments, options
 
 
 def _dequantize_call(
@@ -295,7 +308,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         label += "-static" * is_static + "-pow2" * power_of_two
         partials = None
         if not is_static and _is_larger_than_tile(x, granularity):
-            _, arguments, options = _maxima_call(x, granularity)
+            _, arguments, options = _maxima_call(x, granularity, gpu)
             partials = arguments["partials_ptr"]
             yield config_of_call(
                 _partial_maxima_kernel, f"maxima-{label}", arguments, options, **SMALL_SPILLS

@@ -471,7 +471,6 @@ def _merge_call(
     block_s, block_r, block_c, num_warps = _choose_blocks(
         num_parts, batch.num_requests, latent_dim, schedule.outs.dtype
     )
-    is_early = gpu.capability >= 90
     arguments = {
         "scale_ptr": scale,
         "outs_ptr": schedule.outs,
@@ -489,11 +488,11 @@ def _merge_call(
         "BLOCK_S": block_s,
         "BLOCK_R": block_r,
         "BLOCK_C": block_c,
-        "IS_EARLY": is_early,
+        "IS_EARLY": gpu.has_early_start,
     }
     num_steps = triton.cdiv(latent_dim, block_c) * triton.cdiv(slot_rows, block_r) * num_cuts
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    if is_early:
+    if gpu.has_early_start:
         options["launch_pdl"] = True
     return (min(num_steps, 16 * gpu.num_sms),), arguments, options
 

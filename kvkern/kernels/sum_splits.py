@@ -85,10 +85,10 @@ def sum_splits_call(
         "stride_out_row": out.stride(-2),
         "BLOCK_S": MOST_SPLITS,
         "BLOCK_N": 128,  # of one warp, which needs no shared memory and finds room beside others
-        "IS_EARLY": can_start_early(gpu),
+        "IS_EARLY": gpu.has_early_start,
     }
     options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
-    if can_start_early(gpu):
+    if gpu.has_early_start:
         options["launch_pdl"] = True
     return (num_all_rows, triton.cdiv(num_columns, 128)), arguments, options
 
@@ -113,11 +113,6 @@ class SumAgain:
         into = partials.data_ptr()
         multiply(into)
         self._add((into, bias, out))
-
-
-def can_start_early(gpu: Gpu) -> bool:
-    """Whether a launch may begin before the one before it has ended, and wait in the kernel."""
-    return gpu.capability >= 90
 
 
 def new_partials(num_splits: int, out: Tensor, dtype: torch.dtype) -> Tensor:

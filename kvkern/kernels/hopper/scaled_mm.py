@@ -58,6 +58,7 @@ from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.sum_splits import SumAgain, launch_sum, new_partials
 from kvkern.warm_up import size_class
 
+_HUGE = 2**21  # units, from which on an inverse of 24 bits may be off by more than one
 _WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
 _NARROW_ROWS: gl.constexpr = gl.constexpr(NARROW_ROWS)
 
@@ -79,6 +80,7 @@ class _Order(NamedTuple):
     num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
     adds_both: bool  # products of a pair before the next pair is begun
     ahead: int  # stages that are asked for before all barriers are made and the warps have begun
+    is_huge: bool  # so many units that their numbers are divided as integers
 
 
 @gluon.constexpr_function
@@ -97,6 +99,22 @@ def _first_column(which, order):
 def _has_two(order):
     """Whether a warpgroup has twice the 64 rows that wgmma takes."""
     return order.rows == (128 if order.has_turns else 256)
+
+
+@gluon.jit
+def _over(number, count, ORDER: gl.constexpr):
+    """number // count, of neither that is negative.
+
+    A division of integers takes 150 cycles. By an inverse it takes half of that, and less where the
+    count, and so its inverse, is the same from tile to tile.
+    """
+    if ORDER.is_huge:
+        return number // count
+    else:
+        inverse = 1.0 / (count + 0 * number).to(gl.float32)
+        quotient = (number.to(gl.float32) * inverse).to(gl.int32)  # off by one, at most
+        rest = number - quotient * count
+        return quotient + (rest >= count).to(gl.int32) - (rest < 0).to(gl.int32)
 
 
 @gluon.jit
@@ -128,9 +146,7 @@ def _num_units(shape, ORDER: gl.constexpr):
 def _num_rounds(shape, ORDER: gl.constexpr):
     """Units that this program has."""
     num_units = _num_units(shape, ORDER)
-    if ORDER.kept:
-        return _first_of(gl.program_id(0) + 1, num_units) - _first_of(gl.program_id(0), num_units)
-    rounds = num_units // gl.num_programs(0)
+    rounds = _over(num_units, gl.num_programs(0), ORDER)
     return rounds + (_in_turn(rounds, ORDER) < num_units).to(gl.int32)
 
 
@@ -145,9 +161,11 @@ def _in_turn(turn, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _first_of(program, num_units):
+def _first_unit(num_units, ORDER: gl.constexpr):
     """Where a's rows are kept a program's units are next to each other."""
-    return (program.to(gl.int64) * num_units // gl.num_programs(0)).to(gl.int32)
+    program = gl.program_id(0)
+    rounds = _over(num_units, gl.num_programs(0), ORDER)
+    return program * rounds + gl.minimum(program, num_units - rounds * gl.num_programs(0))
 
 
 @gluon.jit
@@ -200,14 +218,14 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     """Matrix, first row, end of its rows, column tile, split and steps of a unit.
 
     Bands of row tiles, each column after column, expert after expert. Narrow tiles, the last
-    column's, come after all others. A division takes 100 cycles, so there are as few as can be.
+    column's, come after all others.
     """
     num_rows, num_columns, depth, num_matrices, num_splits, experts = shape
     BAND: gl.constexpr = ORDER.band
     tiles_m = gl.cdiv(num_rows, ORDER.rows)
     num_wide = _tiles_n(num_columns, ORDER) - (1 if ORDER.has_narrow else 0)
     if ORDER.kept:
-        tile = _first_of(gl.program_id(0), _num_units(shape, ORDER)) + turn
+        tile = _first_unit(_num_units(shape, ORDER), ORDER) + turn
     else:
         tile = _in_turn(turn, ORDER)
     split = 0 * turn
@@ -215,27 +233,29 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     end_step = gl.cdiv(depth, BLOCK_K)
     if ORDER.has_splits:  # each begins with a stage
         stages = gl.cdiv(end_step, ORDER.steps)
-        split = tile % num_splits
-        tile = tile // num_splits
-        first_step = split * stages // num_splits * ORDER.steps
-        end_step = gl.minimum((split + 1) * stages // num_splits * ORDER.steps, end_step)
+        unit = tile
+        tile = _over(unit, num_splits, ORDER)
+        split = unit - tile * num_splits
+        first_step = _over(split * stages, num_splits, ORDER) * ORDER.steps
+        end_of_split = _over((split + 1) * stages, num_splits, ORDER) * ORDER.steps
+        end_step = gl.minimum(end_of_split, end_step)
     in_matrix = tile
     matrix = 0 * turn
     if ORDER.has_matrices:
-        matrix = tile // (tiles_m * num_wide)
+        matrix = _over(tile, tiles_m * num_wide, ORDER)
         in_matrix = tile - matrix * tiles_m * num_wide
     if ORDER.num_experts:
         row_offsets_ptr, tiles_up_to, _ = experts
-        matrix, before, up_to = _expert_of(tile // num_wide, tiles_up_to, WARPS)
+        matrix, before, up_to = _expert_of(_over(tile, num_wide, ORDER), tiles_up_to, WARPS)
         in_matrix = tile - before * num_wide
         tiles_m = up_to - before
-    band = in_matrix // (BAND * num_wide)
+    band = _over(in_matrix, BAND * num_wide, ORDER)
     in_band = in_matrix - band * BAND * num_wide
     n = in_band // BAND
     m = in_band % BAND
     band_rows = tiles_m - band * BAND
     if band_rows < BAND:
-        n = in_band // gl.maximum(band_rows, 1)
+        n = _over(in_band, gl.maximum(band_rows, 1), ORDER)
         m = in_band - n * band_rows
     m += band * BAND
     row = m * ORDER.rows
@@ -243,7 +263,7 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
         narrow = tile - num_matrices * tiles_m * num_wide
         if narrow >= 0:
             narrow_m = gl.cdiv(num_rows, _NARROW_ROWS)
-            matrix = narrow // narrow_m if ORDER.has_matrices else 0 * turn
+            matrix = _over(narrow, narrow_m, ORDER) if ORDER.has_matrices else 0 * turn
             row = (narrow - matrix * narrow_m) * _NARROW_ROWS
             n = num_wide
     end = num_rows
@@ -1320,7 +1340,7 @@ def _call(
     out: Tensor,  # or partial sums [S, G, M, N]
     tiles: Tiles,
     num_sms: int,
-) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
+) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
     num_matrices, depth, num_columns = b.shape
     num_rows = a.shape[1]
 
@@ -1350,15 +1370,17 @@ def _call(
         "IS_EXACT": is_exact,
     }
     tiles_n = triton.cdiv(num_columns, tiles.columns + tiles.extra)
-    num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
     if tiles.is_few:
         arguments["out_ptr"] = out
         arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
         maxnreg = 168 if tiles.rows == 128 else 128  # sums of 128 rows are 64 of them
         options = {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True}
-        return (num_units,), arguments, options
+        parts_m = triton.cdiv(num_rows, tiles.rows) * tiles.num_splits
+        return (tiles_n * num_matrices, parts_m), arguments, options
     box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
     is_grouped = row_offsets is not None
+    of_class = triton.cdiv(size_class(num_rows), tiles.rows)  # row tiles, at most
+    of_class = of_class + num_matrices if is_grouped else of_class * num_matrices
     num_experts = max(power_of_two(num_matrices), 128) if is_grouped else 0
     has_column_scales = cell_a[1] == 0 and scale_b.shape[2] > 1
     sums_in_tensor_core = not is_exact and cell_a[1] == 0
@@ -1399,12 +1421,14 @@ def _call(
         num_experts=num_experts,
         adds_both=cell_a[1] > 0 and depth < 16 * 128,
         ahead=0 if is_grouped or is_narrow else min(2, tiles.stages),
+        is_huge=of_class * tiles_n * tiles.num_splits >= _HUGE,
     )
     # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)
     if arguments["IS_COLUMN_MAJOR"]:
         of_steps = matrix_descriptor(scale_a.mT, (tiles.steps, tiles.rows), is_swizzled=False)
         arguments["scale_a_ptr"] = of_steps
+    num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
 
