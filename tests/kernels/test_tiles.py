@@ -265,18 +265,16 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
         rows, columns, num_splits, stages, is_few, kept, has_turns, of_stage, extra = tiles
         assert rows == 64 or num_rows > 64
         # a thread has at most 240 registers: a tile's sums, and beside them a product of 64 rows;
-        # where one warpgroup has 64 x 64, of as many rows of a or columns of b, a pair's two
-        groups = 1 if has_turns or is_few or (rows == 64 and columns <= 64) else 2
-        groups = 1 if rows == 64 and sums == "fast" else groups
-        width = columns // groups if rows == 64 else columns
-        of_product = 0 if sums == "fast" else 64 * width / 128
+        # where one warpgroup has all 64, of as many rows of a or columns of b, a pair's two
+        groups = 1 if has_turns or rows == 64 else 2
+        of_product = 0 if sums == "fast" else 64 * columns / 128
         assert rows * (columns + extra) / 128 / groups + of_product * of_stage <= 200
         assert extra == 0 or (rows == 128 and not has_turns and not kept and num_splits == 1)
         steps = -(-depth // 128)
         assert 1 <= num_splits <= max(steps // 4, 1)
-        is_one = not is_few and rows == 64 and columns <= 64  # warpgroup
-        assert is_few or of_stage == (2 if is_one else 1)
-        assert not is_one or sums != "fast"
+        is_pair = rows == 64 and sums != "fast"
+        assert is_few or of_stage == (2 if is_pair else 1)
+        assert is_few or columns == 128 or rows != 64 or is_pair
         if is_few:
             in_ring = power_of_two(min(max(num_rows, 8), rows))
             count = -(-num_columns // 64) * -(-num_rows // rows) * num_matrices * num_splits
@@ -331,9 +329,11 @@ def test_hopper_tiles_of_experts_fit_an_sm_and_grow_with_their_rows(in_tensor_co
             rows_of_expert, sums_in_tensor_core=in_tensor_core
         )
         assert tiles.rows >= rows_before and tiles.columns == 128 and tiles.num_splits == 1
-        assert not tiles.is_few and not tiles.kept
+        assert not tiles.is_few and not tiles.kept and tiles.stages >= 2
+        assert tiles.steps == (1 if in_tensor_core or tiles.rows > 64 else 2)
         rows_before = tiles.rows
-        in_ring = tiles.stages * ((tiles.rows + 128) * 128 + 4 * (tiles.rows + 64))
+        of_step = (tiles.rows + 128) * 128 + 4 * (tiles.rows + 64)
+        in_ring = tiles.stages * tiles.steps * of_step
         assert in_ring + 2 * 8192 + 16 * 128 + 4 * 1024 + 512 <= 232_448
     assert rows_before > 64
 
@@ -403,3 +403,22 @@ def test_hopper_tiles_share_columns_out_where_another_round_is_saved(
     if extra:
         rounds = [-(-num_columns // width) * num_rows / 128 / 132 for width in (128, 128 + extra)]
         assert -(-rounds[1] // 1) < -(-rounds[0] // 1)
+
+
+def test_an_inverse_of_24_bits_is_off_by_one_at_most_below_2_to_21():
+    """By which units are found; a card's division may be off by two units in the last place."""
+    from kvkern.kernels.hopper.scaled_mm import _HUGE
+
+    def error(largest):
+        counts = torch.tensor([1, 2, 3, 7, 31, 132, 1000, 4095, 65_537, largest])
+        numbers = torch.cat([torch.arange(largest - 5000, largest), counts * 5 - 1, counts * 5])
+        numbers = numbers[numbers < largest]
+        quotient = numbers[:, None] // counts
+        inverse = (1 / counts.double()).float()
+        ulp = torch.nextafter(inverse, inverse.new_tensor(float("inf"))) - inverse
+        return max(
+            ((numbers.float()[:, None] * (inverse + ulps * ulp)).int() - quotient).abs().max()
+            for ulps in (-2, -1, 0, 1, 2)
+        )
+
+    assert error(_HUGE) <= 1 < error(8 * _HUGE)

@@ -637,7 +637,14 @@ def test_fast_sums_of_few_rows_of_large_matrices(m, n, k, scaling):
 @pytest.mark.parametrize("is_column_major", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "k", "columns"),
-    [(64, 4096, 4480, 32), (48, 4104, 4352, 32), (100, 4096, 4480, 64), (128, 4160, 4400, 64)],
+    [
+        (64, 4096, 4480, 32),
+        (48, 4104, 4352, 32),
+        (100, 4096, 4480, 64),
+        (128, 4160, 4400, 64),
+        (100, 24576, 1664, 128),
+        (128, 24584, 1400, 128),
+    ],
 )
 def test_groups_in_stages_of_two_steps(m, n, k, columns, is_column_major):
     """One warpgroup; the last stage is whole or half full."""
@@ -653,6 +660,49 @@ def test_groups_in_stages_of_two_steps(m, n, k, columns, is_column_major):
     assert_right(result, a, b)
     for _ in range(3):
         assert torch.equal(multiply(a, b, "hopper"), result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+@pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "of_matrices"),
+    [(128, 24584, 1664, 1), (100, 24576, 1536, 1), (70, 9000, 1040, 2)],
+)
+def test_64_rows_by_one_warpgroup(m, n, k, of_matrices, out_dtype, scaling, accumulation):
+    """Of 128 columns, two or three tiles a program; an even and an odd number of steps."""
+    assert_right_of_tiles(
+        m, n, k, scaling, (E4M3, E4M3), out_dtype, accumulation, of_matrices,
+        lambda _, tiles, is_fast: tiles[:2] == (64, 128) and tiles.steps == (1 if is_fast else 2),
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "of_matrices"),
+    [(128, 24576, 1536, 1), (500, 640, 16384, 1), (4000, 2112, 640, 3), (4200, 2048, 1200, 2)],
+)  # one band of rows; K cut; narrow tiles; a band that is not whole
+def test_numbers_of_units_are_the_same_by_an_inverse(m, n, k, of_matrices, scaling, monkeypatch):
+    from kvkern.kernels.hopper import scaled_mm as kernel
+    from kvkern.ops import matmul
+
+    launch, divides = kernel.launch, []
+
+    def noted(called, grid, arguments, *rest, **options):
+        divides.append(arguments["ORDER"].divides)
+        return launch(called, grid, arguments, *rest, **options)
+
+    lead = (of_matrices,) if of_matrices > 1 else ()
+    a, b = operands(m, n, k, scaling, device="cuda", lead=lead)
+    matmul._KNOWN.clear()
+    monkeypatch.setattr(kernel, "launch", noted)
+    by_inverse = multiply(a, b, "hopper")
+    matmul._KNOWN.clear()
+    monkeypatch.setattr(kernel, "_HUGE", 1)
+    assert torch.equal(multiply(a, b, "hopper"), by_inverse)
+    assert divides == [False, True]
 
 
 @pytest.mark.gpu

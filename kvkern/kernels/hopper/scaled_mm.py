@@ -2,10 +2,10 @@
 
 A program takes every num_programs-th tile of ``out``, or part of K of one; where K is short, tiles
 next to each other, whose rows of a it keeps. One warp fetches steps of 128 of K by TMA into a ring
-of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time, or of its
-columns if it has 64 rows, or every other tile, or one does it all. Where sums are exact, or scales
-change along K, the product of a step leaves the tensor core, whose accumulator keeps some 13 bits,
-and is added in fp32. Columns that are left have narrow tiles, done last, or each tile has a few of
+of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time, or every other
+tile, or one does it all, if there are 64. Where sums are exact, or scales change along K, the
+product of a step leaves the tensor core, whose accumulator keeps some 13 bits, and is added in
+fp32. Columns that are left have narrow tiles, done last, or each tile has a few of
 them beside its own. Rows of experts are cut into tiles that begin and end with them: every role
 finds whose a tile is, on the device. Few rows have a kernel of their own, ``scaled_mm_few``, tiles
 are chosen in ``scaled_mm_tiles``; launches and repeats of both kernels are here.
@@ -75,24 +75,18 @@ class _Order(NamedTuple):
     has_narrow: bool  # the last column of tiles has 64 columns or fewer
     has_splits: bool
     has_matrices: bool
-    groups: int  # of warps that multiply: of 64 rows one or two, which then share the columns
+    groups: int  # of warps that multiply
     has_turns: bool  # a warpgroup makes every other tile alone
     num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
     adds_both: bool  # products of a pair before the next pair is begun
     ahead: int  # stages that are asked for before all barriers are made and the warps have begun
-    is_huge: bool  # so many units that their numbers are divided as integers
+    divides: bool  # numbers of units as integers, not by an inverse
 
 
 @gluon.constexpr_function
 def _first_row(which, order):
     """Of a warpgroup in a tile, whose rows are shared out if there are more than 64."""
     return which * order.rows // 2 if order.rows > 64 and not order.has_turns else 0
-
-
-@gluon.constexpr_function
-def _first_column(which, order):
-    """The same of columns, which two warpgroups share out of 64 rows."""
-    return which * order.columns // 2 if order.rows == 64 and order.groups == 2 else 0
 
 
 @gluon.constexpr_function
@@ -108,7 +102,7 @@ def _over(number, count, ORDER: gl.constexpr):
     A division of integers takes 150 cycles. By an inverse it takes half of that, and less where the
     count, and so its inverse, is the same from tile to tile.
     """
-    if ORDER.is_huge:
+    if ORDER.divides:
         return number // count
     else:
         inverse = 1.0 / (count + 0 * number).to(gl.float32)
@@ -146,6 +140,8 @@ def _num_units(shape, ORDER: gl.constexpr):
 def _num_rounds(shape, ORDER: gl.constexpr):
     """Units that this program has."""
     num_units = _num_units(shape, ORDER)
+    if ORDER.kept:
+        return _first_of(gl.program_id(0) + 1, num_units) - _first_of(gl.program_id(0), num_units)
     rounds = _over(num_units, gl.num_programs(0), ORDER)
     return rounds + (_in_turn(rounds, ORDER) < num_units).to(gl.int32)
 
@@ -161,11 +157,9 @@ def _in_turn(turn, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _first_unit(num_units, ORDER: gl.constexpr):
+def _first_of(program, num_units):
     """Where a's rows are kept a program's units are next to each other."""
-    program = gl.program_id(0)
-    rounds = _over(num_units, gl.num_programs(0), ORDER)
-    return program * rounds + gl.minimum(program, num_units - rounds * gl.num_programs(0))
+    return (program.to(gl.int64) * num_units // gl.num_programs(0)).to(gl.int32)
 
 
 @gluon.jit
@@ -225,7 +219,7 @@ def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     tiles_m = gl.cdiv(num_rows, ORDER.rows)
     num_wide = _tiles_n(num_columns, ORDER) - (1 if ORDER.has_narrow else 0)
     if ORDER.kept:
-        tile = _first_unit(_num_units(shape, ORDER), ORDER) + turn
+        tile = _first_of(gl.program_id(0), _num_units(shape, ORDER)) + turn
     else:
         tile = _in_turn(turn, ORDER)
     split = 0 * turn
@@ -709,13 +703,12 @@ def _operands(
     """64 rows of a and columns of b, as wgmma takes them."""
     a, b, extra, _, _, _, _, _ = ring
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
-    FIRST_COLUMN: gl.constexpr = _first_column(WHICH, ORDER)
     rows = as_matrix(a.index(step if ORDER.kept else stage))
     if NUMBER == 1 and ORDER.extra:
         columns = as_matrix(extra.index(stage)).permute((1, 0))
         return rows.slice(FIRST, _WAVE, dim=0), columns
     else:
-        columns = as_matrix(b.index(stage)).slice(FIRST_COLUMN, COLUMNS, dim=0).permute((1, 0))
+        columns = as_matrix(b.index(stage)).slice(0, COLUMNS, dim=0).permute((1, 0))
         return rows.slice(FIRST + NUMBER * _WAVE, _WAVE, dim=0), columns
 
 
@@ -724,7 +717,7 @@ def _multiply(
     which: gl.constexpr, ring, ends, scales, shape, strides, HAS_GROUPS: gl.constexpr,
     HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: one or two times 64 rows of each tile, or half of the columns of 64.
+    """A warpgroup: one or two times 64 rows of each tile.
 
     Where they take turns the ring has steps of one tile after the other's, so that one multiplies
     while the other stores; the first product of a tile is begun when the last of the other's is.
@@ -734,9 +727,7 @@ def _multiply(
     narrow_ring = (columns, rows, extra, factors_a, factors_b, full, empty, turns)
     STAGES: gl.constexpr = b.shape[0]
     EVERY: gl.constexpr = 2 if ORDER.has_turns else 1
-    BLOCK_M: gl.constexpr = ORDER.rows
     BLOCK_N: gl.constexpr = ORDER.columns
-    COLUMNS: gl.constexpr = BLOCK_N // ORDER.groups if BLOCK_M == _WAVE else BLOCK_N
     _, num_columns, _, num_matrices, _, _ = shape
     stage = 0
     phase = 0
@@ -770,7 +761,7 @@ def _multiply(
         else:
             stage, phase = _make_tile(
                 ring, ends, scales, shape, strides, matrix, into, own_row, n, num_steps, stage,
-                phase, which, COLUMNS, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                phase, which, BLOCK_N, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
     if ORDER.num_experts and which == 0:
         _clear_padding(ends, shape)
@@ -830,7 +821,6 @@ def _make_tile(
     BLOCK_N: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FIRST_COLUMN: gl.constexpr = _first_column(which, ORDER)
     HAS_TWO: gl.constexpr = _has_two(ORDER)
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
@@ -884,7 +874,7 @@ def _make_tile(
     if HAS_BIAS:
         of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
     _store(
-        acc, ends, into, row, n * BLOCK_N, which, 0, FIRST_COLUMN, BOXES, HAS_COLUMN_SCALES,
+        acc, ends, into, row, n * BLOCK_N, which, 0, 0, BOXES, HAS_COLUMN_SCALES,
         HAS_BIAS, OF_GROUP,
     )  # fmt: skip
     if HAS_TWO:
@@ -1108,7 +1098,7 @@ def _scaled_mm_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     GROUPS: gl.constexpr = ORDER.groups
     STEPS: gl.constexpr = ORDER.steps
-    IN_PAIRS: gl.constexpr = BLOCK_M == _WAVE and GROUPS == 1 and (HAS_GROUPS or IS_EXACT)
+    IN_PAIRS: gl.constexpr = GROUPS == 1 and (HAS_GROUPS or IS_EXACT)
     gl.static_assert(STEPS == 1 or (IN_PAIRS and not ORDER.kept), "only pairs share a stage")
     IS_WHOLE: gl.constexpr = BLOCK_M == 128 and not ORDER.has_turns and not ORDER.kept
     gl.static_assert(ORDER.extra == 0 or IS_WHOLE, "one second product, of rows or of columns")
@@ -1207,7 +1197,7 @@ def _scaled_mm_kernel(
                 )),
             ],
             [1],
-            [max(TO_FETCH, 40)],
+            [72],  # there is room
         )  # fmt: skip
 
 
@@ -1340,7 +1330,7 @@ def _call(
     out: Tensor,  # or partial sums [S, G, M, N]
     tiles: Tiles,
     num_sms: int,
-) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
+) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
     num_matrices, depth, num_columns = b.shape
     num_rows = a.shape[1]
 
@@ -1370,13 +1360,13 @@ def _call(
         "IS_EXACT": is_exact,
     }
     tiles_n = triton.cdiv(num_columns, tiles.columns + tiles.extra)
+    num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
     if tiles.is_few:
         arguments["out_ptr"] = out
         arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
         maxnreg = 168 if tiles.rows == 128 else 128  # sums of 128 rows are 64 of them
         options = {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True}
-        parts_m = triton.cdiv(num_rows, tiles.rows) * tiles.num_splits
-        return (tiles_n * num_matrices, parts_m), arguments, options
+        return (num_units,), arguments, options
     box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
     is_grouped = row_offsets is not None
     of_class = triton.cdiv(size_class(num_rows), tiles.rows)  # row tiles, at most
@@ -1416,19 +1406,19 @@ def _call(
         has_narrow=is_narrow,
         has_splits=tiles.num_splits > 1,
         has_matrices=not is_grouped and num_matrices > 1,
-        groups=num_groups(tiles, sums_in_tensor_core=sums_in_tensor_core),
+        groups=num_groups(tiles),
         has_turns=tiles.has_turns,
         num_experts=num_experts,
-        adds_both=cell_a[1] > 0 and depth < 16 * 128,
+        adds_both=cell_a[1] > 0 and depth < 16 * 128 and num_groups(tiles) == 2,
         ahead=0 if is_grouped or is_narrow else min(2, tiles.stages),
-        is_huge=of_class * tiles_n * tiles.num_splits >= _HUGE,
+        # where a's rows are kept products take 1% longer with inverses
+        divides=tiles.kept > 0 or of_class * tiles_n * tiles.num_splits >= _HUGE,
     )
     # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)
     if arguments["IS_COLUMN_MAJOR"]:
         of_steps = matrix_descriptor(scale_a.mT, (tiles.steps, tiles.rows), is_swizzled=False)
         arguments["scale_a_ptr"] = of_steps
-    num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
 

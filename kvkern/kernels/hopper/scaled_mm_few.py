@@ -126,7 +126,7 @@ def scaled_mm_few_kernel(
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
     IS_EXACT: gl.constexpr,
 ):
-    """Program (column tile of a matrix, part of a row tile)."""
+    """Programs that follow each other have parts of a tile, then of other rows, then columns."""
     ROWS: gl.constexpr = a_desc.block_type.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OF_ROW: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -146,26 +146,19 @@ def scaled_mm_few_kernel(
     factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, COPIES], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
 
-    # a division takes 150 cycles, in which nothing has been asked for
-    n = gl.program_id(0)
-    matrix = 0 * n
-    if num_matrices > 1:
-        tiles_n = gl.cdiv(num_columns, BLOCK_N)
-        matrix = n // tiles_n
-        n -= matrix * tiles_n
-    column = n * BLOCK_N
-    m = gl.program_id(1)
-    split = 0 * m
-    first_fill = 0 * m
-    num_fills = gl.cdiv(depth, OF_K) + 0 * m  # of a stage
-    if num_splits > 1:
-        split = m % num_splits
-        m = m // num_splits
-        first_fill = split * num_fills // num_splits
-        num_fills = (split + 1) * num_fills // num_splits - first_fill
-    first_row = m * ROWS
-    first_step = STEPS * first_fill
+    split = gl.program_id(0) % num_splits
+    tiles_m = gl.cdiv(num_rows, ROWS)
+    tiles_n = gl.cdiv(num_columns, BLOCK_N)
+    tile = gl.program_id(0) // num_splits
+    first_row = tile % tiles_m * ROWS
+    tile = tile // tiles_m
+    matrix = tile // tiles_n
+    column = tile % tiles_n * BLOCK_N
     end_step = gl.cdiv(depth, BLOCK_K)
+    fills = gl.cdiv(depth, OF_K)  # of a stage
+    first_fill = split * fills // num_splits
+    num_fills = (split + 1) * fills // num_splits - first_fill
+    first_step = STEPS * first_fill
 
     of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
     of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix

@@ -120,10 +120,9 @@ def choose_tiles(
     if sums_in_tensor_core and 64 < num_rows <= 128 and few <= 2 * num_sms:
         tiles.append(_FEW._replace(rows=128))
     for rows, columns in step_ns:
-        by_one = rows == 64 and columns <= 64  # warpgroup, with two steps a stage
-        fewest = 1 if by_one else 257 if columns == 256 else 65
+        fewest = 1 if rows == 64 and columns <= 64 else 257 if columns == 256 else 65
         if num_rows >= fewest and (columns < 256 or steps > 8):
-            tile = Tiles(rows, columns, 1, 0, steps=2 if by_one else 1)
+            tile = Tiles(rows, columns, 1, 0, steps=_steps_of_stage(rows, sums_in_tensor_core))
             tiles += [tile._replace(num_splits=n) for n in (1, 2, 4, 8) if n <= most_splits]
             if rows == 128 and columns >= 128 and steps >= 16:
                 tiles += [tile._replace(extra=n) for n in (8, 16, 32, 64)]
@@ -153,8 +152,15 @@ def choose_tiles_of_experts(rows_of_expert: int, *, sums_in_tensor_core: bool) -
 
     of_step = _STEP_NS_OF_EXPERTS[sums_in_tensor_core]
     rows = min(of_step, key=ns)
-    stages = min(_most_stages(rows, 128, _SHARED_BYTES - 4096), 8)
-    return Tiles(rows, 128, 1, stages, has_turns=sums_in_tensor_core and rows == 128)
+    of_k = _steps_of_stage(rows, sums_in_tensor_core)
+    stages = min(_most_stages(rows, 128, _SHARED_BYTES - 4096), 8) // of_k
+    has_turns = sums_in_tensor_core and rows == 128
+    return Tiles(rows, 128, 1, stages, has_turns=has_turns, steps=of_k)
+
+
+def _steps_of_stage(rows: int, sums_in_tensor_core: bool) -> int:
+    """Of K; the pair that one warpgroup has under way."""
+    return 2 if rows == 64 and not sums_in_tensor_core else 1
 
 
 def _step_of_few(
@@ -216,10 +222,9 @@ def _narrow_rounds(count: int, num_free: int) -> float:
     return 0.2 if count <= 2 * num_free else 0.6
 
 
-def num_groups(tiles: Tiles, *, sums_in_tensor_core: bool) -> int:
-    """Warpgroups that multiply; one has the registers for sums of 64 x 128, but not the time."""
-    is_one = tiles.steps == 2 or (tiles.rows == 64 and sums_in_tensor_core)
-    return 1 if is_one else 2
+def num_groups(tiles: Tiles) -> int:
+    """Warpgroups that multiply; one has the registers for sums of 64 x 128 and two products."""
+    return 1 if tiles.rows == 64 else 2
 
 
 def num_boxes(
@@ -229,12 +234,16 @@ def num_boxes(
     has_groups: bool,
     num_of_columns: int,  # kinds of values that each column has: a scale, a bias
 ) -> int:
-    """That a warpgroup has on their way out: two of a large tile, if there is room."""
-    if max(tiles.rows, tiles.columns) < 256 and not tiles.has_turns:
+    """That a warpgroup has on their way out: two if it is alone or the tile large, and has room.
+
+    What waits until a box has been read waits 500 cycles.
+    """
+    groups = num_groups(tiles)
+    if groups == 2 and max(tiles.rows, tiles.columns) < 256 and not tiles.has_turns:
         return 1
     steps = tiles.stages * tiles.steps
     used = steps * (tiles.rows + tiles.columns + tiles.extra) * 128 + 4 * num_experts + 512
     if has_groups:
         used += steps * (tiles.rows + (128 if tiles.extra else 64)) * 4
     used += num_of_columns * 8 * tiles.columns
-    return 2 if used + 2 * 2 * 8192 <= _SHARED_BYTES else 1
+    return 2 if used + 2 * groups * 8192 <= _SHARED_BYTES else 1
