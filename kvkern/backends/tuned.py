@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvkern.errors import ArgumentError
 from kvkern.warm_up import size_class
 
 SHIPPED = Path(__file__).parent.parent / "tuned"
@@ -87,14 +88,19 @@ def _rows(card: str) -> dict[Kind, dict[int, tuple[str, ...]]]:
 
     Those of ``KVKERN_TUNED`` go before those that are shipped.
     """
-    files = [SHIPPED / file_name(card)]
-    if "KVKERN_TUNED" in os.environ:
-        files.append(Path(os.environ["KVKERN_TUNED"]))
+    shipped, own = SHIPPED / file_name(card), os.environ.get("KVKERN_TUNED")
+    tables = [read(shipped, card)] if shipped.exists() else []
+    if own:
+        try:
+            tables.append(read(Path(own), card))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(
+                f"KVKERN_TUNED: want a file that python -m kvkern tune wrote, got {own}: {error!r}"
+            ) from error
     rankings: dict[Kind, dict[int, tuple[str, ...]]] = {}
-    for file in files:
-        if file.exists():
-            for kind, names in read(file, card).items():
-                rankings.setdefault(kind._replace(rows=0), {})[kind.rows] = names
+    for table in tables:
+        for kind, names in table.items():
+            rankings.setdefault(kind._replace(rows=0), {})[kind.rows] = names
     return rankings
 
 

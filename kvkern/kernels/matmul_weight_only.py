@@ -23,6 +23,7 @@ from kvkern.kernels.sum_splits import (
     sum_splits_call,
     sum_splits_kernel,
 )
+from kvkern.warm_up import size_class
 
 
 @triton.jit(do_not_specialize=["num_rows", "chunks_per_split"])
@@ -166,7 +167,7 @@ def matmul_weight_only(
     """One launch, or two where K is cut. ``kvkern.ops`` has checked the arguments; M, N > 0."""
     gpu = gpu_of(x.device)
     bits = _bits_of(values)
-    tiles = choose_tiles(out.shape[0], out.shape[1], x.shape[1], bits, gpu)
+    tiles = choose_tiles(size_class(out.shape[0]), out.shape[1], x.shape[1], bits, gpu)
     parts = out if tiles.num_splits == 1 else new_partials(tiles.num_splits, out, torch.float32)
     grid, arguments, options = _matmul_call(
         x, values, scale, zero, bias, group_size, parts, tiles, gpu

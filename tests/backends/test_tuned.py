@@ -9,6 +9,7 @@ import kvkern
 from kvkern.__main__ import main
 from kvkern._cli import tune
 from kvkern.backends import TABLE, MatmulCall, choose, explain, tuned
+from kvkern.errors import ArgumentError
 from kvkern.warm_up import size_class
 
 CUDA, BF16, E4M3 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
@@ -80,6 +81,8 @@ def test_auto_takes_what_the_table_says_for_its_layer_and_rows(tables):
         {"cell_a": (1, 0), "cell_b": (0, 1)},
         {"cell_a": (1, 0)},  # rows x tensor: no table has it
         {"b_dtype": torch.float8_e5m2},
+        {"a_dtype": torch.float8_e5m2, "b_dtype": torch.float8_e5m2},
+        {"out_dtype": torch.float16},
         {"num_matrices": 2},
         {"is_grouped": True},
     ):
@@ -132,6 +135,29 @@ def test_the_users_table_goes_before_the_shipped_one(tables, monkeypatch, tmp_pa
     monkeypatch.setenv("KVKERN_TUNED", str(mine))
     tuned._rows.cache_clear()
     assert auto(CALL) == "triton"
+
+
+@pytest.mark.parametrize("text", [None, "", "no JSON", "{}", '{"card": "Some Card"}'])
+def test_a_users_table_that_is_none_is_told_by_the_variables_name(
+    text, tables, monkeypatch, tmp_path
+):
+    mine = tmp_path / "mine.json"
+    if text is not None:
+        mine.write_text(text)
+    monkeypatch.setenv("KVKERN_TUNED", str(mine))
+    with pytest.raises(ArgumentError, match=r"KVKERN_TUNED: want a file .* tune wrote, got .*mine"):
+        auto(CALL)
+    monkeypatch.setenv("KVKERN_TUNED", str(tmp_path))
+    with pytest.raises(ArgumentError, match="KVKERN_TUNED"):
+        auto(CALL)
+    monkeypatch.setenv("KVKERN_TUNED", "")  # as if it were not set
+    assert auto(CALL) == "hopper"
+
+
+def test_versions_are_those_of_what_compiles_and_multiplies(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "9.8.7+cu999")
+    monkeypatch.setattr(tuned.metadata, "version", {"triton": "6.5.4"}.__getitem__)
+    assert tuned.versions() == {"torch": "9.8.7", "triton": "6.5.4"}
 
 
 @pytest.mark.parametrize("file", sorted(tuned.SHIPPED.glob("*.json")), ids=lambda file: file.stem)
@@ -251,6 +277,18 @@ def test_tune_times_the_backends_it_is_given(times, tmp_path):
     status, table = tune_here(tmp_path, "--backends", "torch", "deepgemm")
     by_both = {"torch": 5.0, "deepgemm": 2.0}
     assert status == 0 and [row["us"] for row in table["rows"]] == [{"torch": 5.0}] * 4 + [by_both]
+
+
+def test_tune_fails_where_no_backend_takes_a_call(monkeypatch, tmp_path):
+    def refuse(*args, **options):
+        if options["backend"] != "reference":
+            raise kvkern.UnsupportedError("refuses")
+        return reference(*args, **options)
+
+    reference = kvkern.scaled_mm
+    monkeypatch.setattr(kvkern, "scaled_mm", refuse)
+    status, table = tune_here(tmp_path)
+    assert status == 1 and table["rows"] == []
 
 
 @pytest.mark.parametrize("layer", ["40", "x40", "40x", "0x8", "axb"])
