@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvkern.kernels.config import FP8_PRODUCT, SMALL_SPILLS, KernelConfig, config_of_call
-from kvkern.kernels.device import Gpu, gpu_of
+from kvkern.kernels.device import INTERPRETED, Gpu, gpu_of
 from kvkern.kernels.launch import launch
 from kvkern.kernels.numerics import INTERPRET, decode_e4m3, decode_e5m2, round_to
 from kvkern.kernels.paging import power_of_two
@@ -373,7 +373,8 @@ def _product_call(
         "B_IS_E5M2": b.dtype == torch.float8_e5m2,
         "A_IS_ALIGNED": a.stride(2) == 1 and not (a.stride(0) | a.stride(1)) % 16,
         "OUT_IS_ALIGNED": not (out_strides[0] | out_strides[1] | out_strides[2]) % 16,
-        "IS_EXACT": is_exact and gpu.has_fp8,  # products of fp16 are exact as they are
+        # products of fp16 are exact as they are; the interpreter runs what cards with fp8 do
+        "IS_EXACT": is_exact and (gpu.has_fp8 or gpu == INTERPRETED),
         "MAX_IMPRECISE": None if gpu.capability == 90 else _DEPTH,  # there None is none
         "NATIVE_FP8": gpu.has_fp8,
         "EVEN_K": depth % _DEPTH == 0,
