@@ -13,11 +13,14 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from kvkern.errors import ShapeMismatchError
+from kvkern.errors import ArgumentError, ShapeMismatchError
+from kvkern.ops._sizes import FLOATS64, check_is_tensor
 
 Quantized = TypeVar("Quantized", bound=tuple[Any, ...])  # a quantiser's result: its tensors first
 _Layer = TypeVar("_Layer", bound="QuantizedLinear[Any]")
+_A_FLOAT = "a float of 16 bits or more"  # FLOATS64, in messages
 
 
 class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
@@ -44,21 +47,26 @@ class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
             self.register_buffer(name, None)
         self._copy: Quantized | None = None  # stays where it is: CUDA graphs read it
         self._made_of: _Master | None = None  # the copy; None: stale, or none
-        if keep_master:
-            weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
-            self.weight = nn.Parameter(weight)
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear has it
-        else:
-            self._take(self._zeros(device))
-        self.register_parameter("bias", None)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-            bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0
-            nn.init.uniform_(self.bias, -bound, bound)
+        with torch.inference_mode(False):  # its tensors take no gradients, nor count their changes
+            if keep_master:
+                weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
+                self.weight = nn.Parameter(weight)
+                nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear has it
+            else:
+                self._take(self._zeros(device))
+            self.register_parameter("bias", None)
+            if bias:
+                self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+                bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0
+                nn.init.uniform_(self.bias, -bound, bound)
 
     @classmethod
     def _sharing(cls: type[_Layer], linear: nn.Linear, keep_master: bool, **options: Any) -> _Layer:
         """A layer with the parameters of ``linear``, none of them copied."""
+        if not isinstance(linear, nn.Linear):
+            raise ArgumentError(f"linear: want an nn.Linear, got {type(linear).__name__}")
+        if nn.parameter.is_lazy(linear.weight):
+            raise ArgumentError("linear: want one with a weight, got a lazy one: call it first")
         layer = cls(linear.in_features, linear.out_features, device="meta", **options)
         layer.weight, layer.bias = linear.weight, linear.bias
         if not keep_master:
@@ -89,11 +97,13 @@ class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in the same dtype."""
+        check_is_tensor("x", x)
         if x.shape[-1:] != (self.in_features,):
             raise ShapeMismatchError(
                 f"x: want [..., in_features={self.in_features}], got {list(x.shape)}"
             )
-        weight, master = self.quantized_weight(), self.weight if self.has_master else None
+        master = self.weight if self.has_master else None  # once: it may be computed each time
+        weight = self._stored_weight() if master is None else self._copy_of(master)
         rows = x.reshape(x.shape[:-1].numel(), self.in_features).contiguous()
         if torch.is_grad_enabled():
             out: Tensor = _Linear.apply(rows, master, self.bias, self, weight)  # type: ignore[no-untyped-call]
@@ -103,32 +113,48 @@ class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
 
     def quantized_weight(self) -> Quantized:
         """What the layer multiplies by: up to date."""
-        if not self.has_master:
-            return self._as_quantized({n: getattr(self, n).detach() for n in self._shapes()})
-        if self._made_of is None or not self._made_of.is_unchanged(self.weight):
-            self.refresh()
-        assert self._copy is not None
-        return self._copy
+        return self._copy_of(self.weight) if self.has_master else self._stored_weight()
 
     def refresh(self) -> None:
         """Quantise the master again, where the last copy lies, so that CUDA graphs see it."""
-        if not self.has_master:
-            return
+        if self.has_master:
+            self._copy_anew(self.weight)
+
+    def _stored_weight(self) -> Quantized:
+        return self._as_quantized({n: getattr(self, n).detach() for n in self._shapes()})
+
+    def _copy_of(self, master: Tensor) -> Quantized:
+        if self._made_of is None or not self._made_of.is_unchanged(master):
+            self._copy_anew(master)
+        assert self._copy is not None
+        return self._copy
+
+    def _copy_anew(self, master: Tensor) -> None:
         wanted = [self.out_features, self.in_features]
-        if list(self.weight.shape) != wanted:
-            raise ShapeMismatchError(f"weight: want {wanted}, got {list(self.weight.shape)}")
-        # a copy of inference mode could not be saved for gradients, nor written to outside of it
-        with torch.inference_mode(False), torch.no_grad():
-            made = self._quantize(self.weight.detach().contiguous())
-            if self._copy is None or self._copy[0].device != made[0].device:
-                self._copy = made
-            else:
-                new = self._tensors(made)
-                for name, tensor in self._tensors(self._copy).items():
-                    tensor.copy_(new[name])
+        if list(master.shape) != wanted:
+            raise ShapeMismatchError(f"weight: want {wanted}, got {list(master.shape)}")
+        made = self._made(master)
+        if self._copy is not None and self._copy[0].device == made[0].device:
+            tensors = self._tensors(self._copy)
+            for name, tensor in self._tensors(made).items():
+                tensors[name].copy_(tensor)
+            made = self._as_quantized(tensors)  # another tuple: it tells this copy from the last
+        self._copy = made
         # what is captured runs at each replay, and has not yet: eager calls cannot rely on it
-        is_captured = self.weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        self._made_of = None if is_captured else _Master.of(self.weight)
+        is_captured = master.is_cuda and torch.cuda.is_current_stream_capturing()
+        # nor on what is made of a tensor of inference mode, whose changes are not counted
+        is_known = not is_captured and not master.is_inference()
+        self._made_of = _Master.of(master) if is_known else None
+
+    def _made(self, weight: Tensor) -> Quantized:
+        """A float weight quantised, even in inference mode as what can be saved for gradients."""
+        with torch.inference_mode(False), torch.no_grad():
+            weight = weight.detach().contiguous()
+            return self._quantize(weight.float() if weight.dtype == torch.float64 else weight)
+
+    def _multiplied_by(self, master: Tensor, copy: Quantized) -> Quantized:
+        """What a call took: its copy of the master, made again if it has been written over."""
+        return copy if copy is self._copy else self._made(master)
 
     def release_master(self) -> None:
         """Keep the quantised weight alone."""
@@ -170,10 +196,12 @@ class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
                 error_msgs += mistakes
                 return
             if weight.dtype == self._stored and self.has_master:
-                self._take(self._zeros(self.weight.device) if self._copy is None else self._copy)
+                with torch.inference_mode(False):
+                    device = self.weight.device
+                    self._take(self._zeros(device) if self._copy is None else self._copy)
             elif weight.dtype != self._stored and not self.has_master:
                 device = weight.device if self.weight.is_meta else self.weight.device
-                made = self._tensors(self._quantize(weight.to(device).contiguous()))
+                made = self._tensors(self._made(weight.to(device)))
                 state_dict.update({prefix + name: tensor for name, tensor in made.items()})
         self._made_of = None
         super()._load_from_state_dict(
@@ -181,20 +209,24 @@ class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
         )
 
     def _mistakes(self, state_dict: dict[str, Any], prefix: str) -> Iterator[str]:
-        """What keeps the weight of a state dict, float or quantised, from being this layer's."""
-        dtype = state_dict[prefix + "weight"].dtype
-        if dtype == self._stored:
-            wanted = self._shapes()
-        elif dtype.is_floating_point and dtype.itemsize > 1:
-            wanted = {"weight": (self.out_features, self.in_features)}
-        else:
-            yield f"{prefix}weight: want {self._stored} or a float of 16 bits or more, got {dtype}"
+        """What keeps a state dict, its weight float or quantised, from being this layer's."""
+        dtype = _kind(state_dict[prefix + "weight"])
+        if dtype != self._stored and dtype not in FLOATS64:
+            yield f"{prefix}weight: want {self._stored} or {_A_FLOAT}, got {dtype}"
             return
-        for name in self._names if dtype == self._stored else ["weight"]:
-            shapes = wanted.get(name), getattr(state_dict.get(prefix + name), "shape", None)
-            want, got = ("none" if shape is None else list(shape) for shape in shapes)
+        is_stored = dtype == self._stored
+        wanted = self._shapes() if is_stored else {"weight": (self.out_features, self.in_features)}
+        for name in self._names if is_stored else ["weight"]:
+            want = list(wanted[name]) if name in wanted else "none"
+            got = _shape(state_dict.get(prefix + name))
             if want != got:
                 yield f"{prefix}{name}: want {want} for a weight of {dtype}, got {got}"
+        if self.bias is not None and prefix + "bias" in state_dict:
+            bias = state_dict[prefix + "bias"]
+            if _kind(bias) not in FLOATS64:
+                yield f"{prefix}bias: want {_A_FLOAT}, got {_kind(bias)}"
+            elif bias.shape != self.bias.shape:
+                yield f"{prefix}bias: want {_shape(self.bias)}, got {_shape(bias)}"
 
     def _apply(self: _Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Layer:
         """As ``nn.Module`` has it; but a quantised weight's tensors only move, as bytes: ``half()``
@@ -225,26 +257,52 @@ class QuantizedLinear(nn.Module, ABC, Generic[Quantized]):
         )
 
 
+def _kind(given: Any) -> torch.dtype | str:
+    """As messages have it: of a tensor its dtype."""
+    return given.dtype if isinstance(given, Tensor) else type(given).__name__
+
+
+def _shape(given: Any) -> list[int] | str:
+    """As messages have it, of a tensor or of what is there in its place."""
+    if given is None:
+        return "none"
+    return list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+
+
+_num_steps = 0  # of all optimizers: fused ones change a weight, and PyTorch does not count it
+
+
+def _count_step(*_: Any) -> None:
+    global _num_steps
+    _num_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 class _Master(NamedTuple):
     """The state of a weight that something was made of."""
 
     tensor: "weakref.ref[Tensor]"
-    version: int
+    version: int  # how often PyTorch has changed it
     address: int
+    num_steps: int | None  # None: no optimizer changes it
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Master":
-        # how often PyTorch has changed it, which is not counted for tensors of inference mode
-        version = 0 if tensor.is_inference() else tensor._version
-        return cls(weakref.ref(tensor), version, tensor.data_ptr())
+        num_steps = _num_steps if tensor.requires_grad else None
+        return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), num_steps)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether it is the same tensor, and PyTorch has counted no change of it."""
+        """Whether it is the same tensor, and nothing has counted a change of it."""
         return self.tensor() is tensor and self[1:] == _Master.of(tensor)[1:]
 
 
 class _Linear(torch.autograd.Function):
-    """The product; backwards by what the weight means, in the gradient's dtype."""
+    """The product; backwards by what the weight means, in the gradient's dtype.
+
+    A master is saved, as ``nn.Linear`` has it, and not its copy, which the next change overwrites.
+    """
 
     @staticmethod
     def forward(
@@ -255,19 +313,27 @@ class _Linear(torch.autograd.Function):
         layer: QuantizedLinear[Quantized],
         weight: Quantized,
     ) -> Tensor:
-        needs_input = master is not None and ctx.needs_input_grad[1]
-        tensors = layer._tensors(weight)
-        ctx.save_for_backward(x if needs_input else None, *tensors.values())
-        ctx.layer, ctx.names = layer, tensors.keys()
+        needs_x, needs_master, *_ = ctx.needs_input_grad
+        saved: list[Tensor] = []
+        if needs_x and master is None:
+            saved = list(layer._tensors(weight).values())
+        elif needs_x and master is not None:  # of inference mode it cannot be saved
+            saved = [master.clone() if master.is_inference() else master]
+        ctx.save_for_backward(x if needs_master else None, *saved)
+        ctx.layer, ctx.copy = layer, None if master is None else weight
         return layer._multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *tensors = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        layer = ctx.layer
         of_x = of_master = of_bias = None  # autograd casts each to the dtype of what it is for
         if ctx.needs_input_grad[0]:
-            weight = ctx.layer._as_quantized(dict(zip(ctx.names, tensors, strict=True)))
-            of_x = grad @ ctx.layer._dequantize(weight, grad.dtype)
+            if ctx.copy is None:
+                weight = layer._as_quantized(dict(zip(layer._shapes(), saved, strict=True)))
+            else:
+                weight = layer._multiplied_by(*saved, ctx.copy)
+            of_x = grad @ layer._dequantize(weight, grad.dtype)
         if ctx.needs_input_grad[1]:
             of_master = grad.T @ x
         if ctx.needs_input_grad[2]:

@@ -62,7 +62,8 @@ class W8A16Linear(_WeightOnlyLinear[QuantizedInt8]):
     With its master weight the layer's parameters and state dict are those of ``nn.Linear``. The
     quantised copy that it multiplies by is made at the first call, and anew when the master has
     changed: by an optimizer, in place, replaced, moved or loaded. What PyTorch does not count as
-    a change, writing through ``weight.data`` or replaying a CUDA graph, needs ``refresh()``.
+    a change, writing through ``weight.data`` or replaying a CUDA graph, needs ``refresh()``. It
+    counts none of a tensor of inference mode: such a weight is quantised at each call.
 
     Without it (``keep_master=False``, ``release_master()``) ``weight`` is what ``quantize_int8``
     stores, ``weight_scale`` its fp32 descales and ``weight_zero`` its zero points, if it is not

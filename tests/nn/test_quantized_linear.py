@@ -118,6 +118,11 @@ def step_an_optimizer(layer):
     torch.optim.SGD([layer.weight], lr=0.5).step()
 
 
+def step_a_fused_optimizer(layer, kind=torch.optim.AdamW):
+    layer.weight.grad = torch.ones_like(layer.weight)
+    kind([layer.weight], lr=0.5, fused=True).step()
+
+
 def load(layer):
     layer.load_state_dict({**layer.state_dict(), "weight": layer.weight.detach() * -3})
 
@@ -146,9 +151,12 @@ def write_behind_its_back_and_move(layer):
 
 
 CHANGES = [
-    double_in_place, step_an_optimizer, load, load_by_assignment, replace, replace_data,
-    write_behind_its_back_and_refresh, write_behind_its_back_and_move,
+    double_in_place, step_an_optimizer, step_a_fused_optimizer, load, load_by_assignment, replace,
+    replace_data, write_behind_its_back_and_refresh, write_behind_its_back_and_move,
 ]  # fmt: skip
+FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
+if not torch.cuda.is_available():
+    FUSED.append(torch.optim.Adagrad)  # on CUDA not with every PyTorch
 every_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 
 
@@ -160,6 +168,19 @@ def test_a_changed_weight_is_never_multiplied_by_as_it_was(change, name, device)
     before = layer(x)
     for _ in range(2):
         change(layer)
+        assert torch.equal(layer(x), expected_of(name, layer, x))
+    assert not torch.equal(layer(x), before)
+
+
+@every_layer
+@pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.__name__)
+def test_a_step_of_a_fused_optimizer_is_seen(kind, name, device):
+    """PyTorch does not count it as a change. In fp32: on the CPU its fused SGD leaves others."""
+    layer = from_linear(name, linear(device, dtype=torch.float32))
+    x = rows(device, 4)
+    before = layer(x)
+    for _ in range(2):
+        step_a_fused_optimizer(layer, kind)
         assert torch.equal(layer(x), expected_of(name, layer, x))
     assert not torch.equal(layer(x), before)
 
@@ -200,12 +221,29 @@ def test_a_weight_is_quantised_once_for_each_change(name, monkeypatch, device):
         return quantize(layer, weight)
 
     monkeypatch.setattr(kind, "_quantize", count)
-    layer, x = from_linear(name, linear(device)), rows(device, 4)
+    layer, x = from_linear(name, linear(device)), rows(device, 4).requires_grad_()
     for num_changes in (1, 2):
         for _ in range(3):
-            layer(x)
+            layer(x).sum().backward()
         assert len(made) == num_changes
         double_in_place(layer)
+
+
+@each_kind
+def test_a_step_of_another_optimizer_costs_a_quantisation_at_most(name, monkeypatch, device):
+    """And none of a frozen weight."""
+    kind, made = LAYERS[name][0], []
+    quantize = kind._quantize
+    monkeypatch.setattr(kind, "_quantize", lambda *given: made.append(1) or quantize(*given))
+    other, x = linear(device), rows(device, 4)
+    for is_frozen in (False, True):
+        layer = from_linear(name, linear(device).requires_grad_(not is_frozen))
+        layer(x)
+        made.clear()
+        step_an_optimizer(other)
+        for _ in range(3):
+            layer(x)
+        assert len(made) <= (0 if is_frozen else 1)
 
 
 @each_kind
@@ -228,6 +266,105 @@ def test_loading_is_seen_where_changes_are_not_counted(name, device):
         layer(x)
         load(layer)
         assert torch.equal(layer(x), expected_of(name, layer, x))
+
+
+@each_kind
+def test_a_weight_of_inference_mode_is_never_stale(name, device):
+    with torch.inference_mode():
+        x = rows(device, 4)
+        for layer in [new(name, device), from_linear(name, linear(device))]:
+            before = layer(x)
+            double_in_place(layer)
+            assert torch.equal(layer(x), expected_of(name, layer, x))
+            assert not torch.equal(layer(x), before)
+
+
+@each_kind
+def test_a_weight_of_inference_mode_lets_gradients_through(name, device):
+    with torch.inference_mode():
+        layer = from_linear(name, linear(device))
+    x = rows(device, 4).requires_grad_()
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(layer(x)) @ real_weight(layer).to(BF16))
+
+
+@with_and_without_master
+@each_kind
+def test_a_layer_made_in_inference_mode_can_be_trained(name, keep_master, device):
+    with torch.inference_mode():
+        layer, other = (new(name, device, keep_master=keep_master) for _ in range(2))
+    x = rows(device, 4).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.bias.grad is not None
+    torch.optim.SGD(layer.parameters(), lr=0.5).step()
+    layer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("kind_of_state", ["float", "quantised"])
+@with_and_without_master
+@pytest.mark.parametrize("assign", [False, True])
+@each_kind
+def test_a_layer_loaded_in_inference_mode_can_be_trained_and_loaded_again(
+    name, assign, keep_master, kind_of_state, device
+):
+    plain = linear(device)
+    source = from_linear(name, plain, keep_master=False)
+    state = plain.state_dict() if kind_of_state == "float" else source.state_dict()
+    layer, x = new(name, device, keep_master=keep_master), rows(device, 4).requires_grad_()
+    with torch.inference_mode():
+        layer.load_state_dict(state, assign=assign)
+    out = layer(x)
+    out.sum().backward()
+    assert x.grad is not None and torch.equal(out, source(x))
+    layer.load_state_dict(new(name, device, keep_master=layer.has_master).state_dict())
+    assert not torch.equal(layer(x), out)
+
+
+def call_with(layer, weight, x):
+    return torch.func.functional_call(layer, {"weight": weight}, x)
+
+
+def replace_and_call(layer, weight, x):
+    layer.weight = nn.Parameter(weight)
+    return layer(x)
+
+
+@each_kind
+@pytest.mark.parametrize("call", [call_with, replace_and_call])
+def test_gradients_may_wait_for_calls_with_other_weights(call, name, device):
+    layer = from_linear(name, linear(device, bias=False))
+    before, sources = places(layer), [linear(device, bias=False) for _ in range(3)]
+    inputs = [rows(device, 4).requires_grad_() for _ in sources]
+    outs = [call(layer, s.weight.detach(), x) for s, x in zip(sources, inputs, strict=True)]
+    with torch.no_grad():
+        replace_and_call(layer, torch.zeros_like(layer.weight), inputs[0])
+    sum(outs).sum().backward()
+    for source, x in zip(sources, inputs, strict=True):
+        weight = real_weight(from_linear(name, source)).to(BF16)
+        torch.testing.assert_close(x.grad, torch.ones_like(outs[0]) @ weight)
+    assert places(layer) == before
+
+
+@each_kind
+def test_a_weight_that_is_computed_at_each_use_has_gradients_of_all(name, device):
+    layer = from_linear(name, linear(device, bias=False))
+    nn.utils.parametrizations.weight_norm(layer)
+    originals = list(layer.parametrizations.weight.parameters())
+    x = rows(device, 4).requires_grad_()
+    once = torch.autograd.grad(layer(x).sum(), [x, *originals])
+    twice = torch.autograd.grad((layer(x) + layer(x)).sum(), [x, *originals])
+    for of_one, of_two in zip(once, twice, strict=True):
+        torch.testing.assert_close(of_two, 2 * of_one)
+
+
+@each_kind
+def test_a_weight_changed_in_place_before_its_gradients_is_refused_as_by_nn_linear(name, device):
+    plain, x = linear(device), rows(device, 4).requires_grad_()
+    for layer in [plain, from_linear(name, plain)]:
+        out = layer(x).sum()
+        double_in_place(layer)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
 
 
 @each_kind
@@ -322,6 +459,26 @@ def of_integers(state):
     state["weight"] = state["weight"].to(torch.int32)
 
 
+def of_a_number(state):
+    state["weight"] = 3
+
+
+def with_a_scale_that_is_a_number(state):
+    state[next(key for key in state if key.startswith("weight_scale"))] = 3
+
+
+def with_another_bias(state):
+    state["bias"] = torch.zeros(3)
+
+
+def with_a_bias_of_integers(state):
+    state["bias"] = state["bias"].to(torch.int32)
+
+
+def of_a_float_with_another_bias(state):
+    state.update(weight=torch.ones(N, K), bias=torch.zeros(3))
+
+
 @with_and_without_master
 @each_kind
 @pytest.mark.parametrize(
@@ -331,6 +488,14 @@ def of_integers(state):
         (with_another_scale, r"weight_scale\w*: want \[.*\] for a weight of .*, got \[3, 3\]"),
         (of_a_float_of_another_shape, r"weight: want \[200, 260\] for .*32, got \[200, 259\]"),
         (of_integers, r"weight: want torch.\w+ or a float of 16 bits or more, got .*int32"),
+        (of_a_number, r"weight: want torch.\w+ or a float of 16 bits or more, got int"),
+        (
+            with_a_scale_that_is_a_number,
+            r"weight_scale\w*: want \[.*\] for a weight of .*, got int",
+        ),
+        (with_another_bias, r"bias: want \[200\], got \[3\]"),
+        (with_a_bias_of_integers, r"bias: want a float of 16 bits or more, got torch.int32"),
+        (of_a_float_with_another_bias, r"bias: want \[200\], got \[3\]"),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
@@ -342,6 +507,17 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(spoil, message, name, ke
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(state, strict=False)
     assert layer.has_master == keep_master and torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@with_and_without_master
+@each_kind
+def test_a_weight_in_64_bits_can_be_loaded(name, keep_master, assign, device):
+    plain, x = linear(device), rows(device, 4)
+    layer = new(name, device, keep_master=keep_master)
+    state = {"weight": plain.weight.double(), "bias": plain.bias}
+    layer.load_state_dict(state, assign=assign)
+    assert torch.equal(layer(x), from_linear(name, plain)(x))
 
 
 @pytest.mark.parametrize("name, other", [("fp8", "w8"), ("w8", "fp8"), ("w8", "w4"), ("w4", "w8")])
@@ -459,9 +635,19 @@ def test_mistakes_say_what_to_change(name, device):
     layer = new(name, device)
     with pytest.raises(kvkern.ShapeMismatchError, match=r"x: want \[..., in_features=260\], got"):
         layer(torch.zeros(2, 6, device=device))
+    with pytest.raises(kvkern.UnsupportedDtypeError, match="x: want a tensor, got NoneType"):
+        layer(None)
     layer.weight = nn.Parameter(layer.weight.detach()[:1])
     with pytest.raises(kvkern.ShapeMismatchError, match=r"weight: want \[200, 260\], got \[1, 260"):
         layer(rows(device, 2))
+    for given in [None, nn.Conv1d(3, 3, 1)]:
+        want = f"linear: want an nn.Linear, got {type(given).__name__}"
+        with pytest.raises(kvkern.ArgumentError, match=want):
+            from_linear(name, given)
+    with pytest.raises(
+        kvkern.ArgumentError, match="linear: want one with a weight, got a lazy one"
+    ):
+        from_linear(name, nn.LazyLinear(5))
 
 
 @pytest.mark.gpu
