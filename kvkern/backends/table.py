@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
@@ -524,15 +525,36 @@ def choose(
                 reason = _reason(backend, device, dtype, call)
                 if reason is not None:
                     raise UnsupportedError(f"{op}: backend {name!r} refuses: {reason}")
-                return _on_device(backend.load(), device)
+                return _implementation(backend, device)
         names = ", ".join(["auto", *(backend.name for backend in backends)])
         raise ArgumentError(f"backend: want one of {names}; got {name!r}")
     rows = explain(op, device, dtype, call)
     for backend, (_, reason) in zip(backends, rows, strict=True):
         if reason is None:
-            return _on_device(backend.load(), device)
+            return _implementation(backend, device)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rows)
     raise UnsupportedError(f"{op}: no backend runs this call ({reasons})")
+
+
+def _implementation(backend: Backend, device: torch.device) -> Callable[..., Any]:
+    run = backend.load()
+    if not backend.source.startswith("kvkern.kernels."):
+        run = _forward_only(run, device.type)
+    return _on_device(run, device)
+
+
+@lru_cache
+def _forward_only(run: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """``run``, made of PyTorch's operations, as unseen by autograd and autocast as a kernel is."""
+    has_autocast = torch.amp.is_autocast_available(device_type)
+
+    @wraps(run)
+    def run_unseen(*arguments: Any, **options: Any) -> Any:
+        no_autocast = torch.autocast(device_type, enabled=False) if has_autocast else nullcontext()
+        with torch.no_grad(), no_autocast:
+            return run(*arguments, **options)
+
+    return run_unseen
 
 
 def _on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

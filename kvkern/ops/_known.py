@@ -28,7 +28,8 @@ class KnownCalls(dict[Any, Callable[..., None]]):
 def kind_of(tensor: Tensor) -> tuple[Any, ...]:
     """Everything about a tensor that a check or a kernel looks at, except where it begins.
 
-    That is shape, strides, dtype, device and alignment. ``AttributeError`` if it is no tensor.
+    That is shape, strides, dtype, device and alignment. ``AttributeError`` if it is no tensor,
+    ``RuntimeError`` if it is one without an address, as a sparse one is.
     """
     address = tensor.data_ptr()
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address & 15

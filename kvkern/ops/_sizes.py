@@ -43,9 +43,11 @@ class Sizes:
         tensor: Tensor,
         dims: str,
         *dtypes: torch.dtype,
-        strides: Literal["contiguous", "rows", "any"] = "contiguous",
+        strides: Literal["contiguous", "rows", "written", "any"] = "contiguous",
     ) -> None:
         """Check one tensor; ``strides="rows"`` asks only for a contiguous last dim.
+
+        ``"written"`` asks also for each element at a place of its own.
 
         Raises ``ShapeMismatchError``, ``UnsupportedDtypeError``, ``DeviceError``, ``LayoutError``.
         """
@@ -61,16 +63,33 @@ class Sizes:
             raise UnsupportedDtypeError(f"{name}: want {wanted}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise DeviceError(f"{name}: want device {self.device}, got {tensor.device}")
+        if tensor.layout != torch.strided:
+            raise LayoutError(f"{name}: want strided, got {tensor.layout}")
         if strides == "contiguous" and not tensor.is_contiguous():
             raise LayoutError(f"{name}: want contiguous, got strides {list(tensor.stride())}")
-        if strides == "rows" and shape[-1] > 1 and tensor.stride(-1) != 1:
+        if strides in ("rows", "written") and shape[-1] > 1 and tensor.stride(-1) != 1:
             raise LayoutError(
                 f"{name}: want a contiguous last dim, got strides {list(tensor.stride())}"
             )
+        if strides == "written":
+            check_own_places(name, tensor)
 
     def _wanted(self, letters: tuple[str, ...]) -> str:
         sizes = [f"{letter}={self.known.get(letter, 'any')}" for letter in letters]
         return f"[{', '.join(sizes)}]"
+
+
+def check_own_places(name: str, tensor: Tensor) -> None:
+    """Each element is at a place of its own, by a step in each dim over all that is inside it."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent and tensor.numel() > 0:
+                raise LayoutError(
+                    f"{name}: want each element at a place of its own, "
+                    f"got strides {list(tensor.stride())}"
+                )
+            extent += stride * (size - 1)
 
 
 def as_rows(name: str, x: Tensor) -> Tensor:

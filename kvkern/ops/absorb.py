@@ -32,8 +32,9 @@ def mla_absorb(
             ``quantize_fp8`` finds them for ``w.mT``, transposed: ``[1]``, for each matrix
             ``[H, 1, 1]``, for each column ``[H, 1, N]``, for each block of 128 x 128
             ``[H, ceil(K / 128), ceil(N / 128)]``, or for each 128 rows ``[H, ceil(K / 128), N]``.
-        out: ``[T, H, N]`` in x's dtype, last dim contiguous, other strides any, filled if given;
-            must not overlap an input.
+            One that is NaN makes NaN of what it scales, an infinite one infinities or NaN.
+        out: ``[T, H, N]`` in x's dtype, last dim contiguous, other strides any that leave each
+            element a place of its own, filled if given; must not overlap an input.
         backend: ``"auto"``, or a name: used or refused, never replaced.
 
     Returns:
@@ -52,7 +53,7 @@ def mla_absorb(
     tensors = (x, w, scale, out)
     try:
         addresses, kinds = addresses_and_kinds(tensors)
-    except AttributeError:  # not all are tensors: the checks say which
+    except (AttributeError, RuntimeError):  # not all have an address: the checks say which
         addresses, kinds = [], []
     key = (backend, *kinds)
     again = _KNOWN.get(key)
@@ -75,7 +76,7 @@ def mla_absorb(
     if out is None:
         out = torch.empty(*x.shape[:2], w.shape[2], dtype=x.dtype, device=x.device)
     else:
-        sizes.match("out", out, "T H N", x.dtype, strides="rows")
+        sizes.match("out", out, "T H N", x.dtype, strides="written")
     call = AbsorbCall(
         x_dtype=x.dtype,
         num_tokens=x.shape[0],

@@ -149,7 +149,7 @@ def _kind_of_decode(
     bounds = (batch.num_requests, batch.max_query_len, batch.max_pages)
     try:
         kinds = (kind_of(q), q_scale is None or kind_of(q_scale), out is None or kind_of(out))
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # not all have an address: the checks say which
         return ()
     return (pages.kind, bounds, options, *kinds)
 
@@ -233,6 +233,8 @@ def mla_prefill(
     sizes.match("out", out, "T H V", q.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     run = choose("mla_prefill", backend, q.device, q.dtype)
+    if torch.is_autocast_enabled(q.device.type):  # it would expand cached tokens in its own dtype
+        run = torch.autocast(q.device.type, enabled=False)(run)
     run(
         q, k_nope, k_rope, v, cache.pages, batch, softmax_scale, w_uk, w_uv, context_chunk, out, lse
     )

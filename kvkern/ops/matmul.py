@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkern.backends import MatmulCall, TakesTensors, choose
-from kvkern.errors import ArgumentError, ShapeMismatchError
+from kvkern.errors import ArgumentError, KvkernError, ShapeMismatchError
 from kvkern.ops._known import KnownCalls, addresses_and_kinds
 from kvkern.ops._sizes import FLOATS, FLOATS64, Sizes, check_is_tensor
 from kvkern.ops.quantize import quantize_fp8
@@ -48,6 +48,7 @@ def scaled_mm(
             ``[1, N]``, for each block of 128 x 128 ``[ceil(K / 128), ceil(N / 128)]``, or for each
             128 rows ``[ceil(K / 128), N]``. Batched and grouped ``[1]`` or with G or E before. Any
             of them goes with any ``scale_a``; where a shape reads in two ways they mean the same.
+            A scale of NaN makes NaN of what it scales, an infinite one infinities or NaN.
         row_offsets: int32 ``[E + 1]``, contiguous, on the device, from 0, never falling: expert e
             has rows ``[row_offsets[e], row_offsets[e + 1])`` of ``a``. The values are not checked.
         bias: ``[N]``, or ``[G, N]`` or ``[E, N]``; bf16, fp16 or fp32, rows contiguous.
@@ -56,7 +57,8 @@ def scaled_mm(
             fp32. ``"fast"``: a kernel may sum all of K in the tensor core, if no scale changes
             along K; Hopper's keeps some 13 bits of such a sum, so results of a sign are too small,
             by 0.8% at K = 16384.
-        out: as returned, last dim contiguous, other strides any; must not overlap an input.
+        out: as returned, last dim contiguous, other strides any that leave each element a place
+            of its own; must not overlap an input.
         backend: ``"auto"``, or a name: used or refused, never replaced.
 
     Returns:
@@ -75,7 +77,7 @@ def scaled_mm(
     tensors = (a, b, scale_a, scale_b, row_offsets, bias, out)
     try:
         addresses, kinds = addresses_and_kinds(tensors)
-    except AttributeError:  # not all are tensors: the checks say which
+    except (AttributeError, RuntimeError):  # not all have an address: the checks say which
         addresses, kinds = [], []
     key = (out_dtype, accumulation, backend, *kinds)
     again = _KNOWN.get(key)
@@ -84,7 +86,8 @@ def scaled_mm(
             out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device=a.device)
             addresses[-1] = out.data_ptr()
         if isinstance(again, TakesTensors):
-            again(a, b, scale_a, scale_b, row_offsets, bias, out)
+            with torch.no_grad():
+                again(a, b, scale_a, scale_b, row_offsets, bias, out)
         else:
             again(addresses)
         return out
@@ -93,7 +96,7 @@ def scaled_mm(
     if out is None:
         out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device=a.device)
     else:
-        _match("out", out, (*a.shape[:-1], b.shape[-1]), out_dtype, a.device, strides="rows")
+        _match("out", out, (*a.shape[:-1], b.shape[-1]), out_dtype, a.device, strides="written")
     a, b, out_matrices = _as_matrices(a), _as_matrices(b), _as_matrices(out)
     call = MatmulCall(
         a_dtype=a.dtype,
@@ -170,7 +173,16 @@ def fp8_gemm(
         b, b_scale = (x.mT for x in quantize_fp8(b.mT.contiguous()))
     elif b_scale is None:
         b_scale = torch.ones(1, device=b.device)
-    return scaled_mm(a, b, a_scale, b_scale, out_dtype=output_dtype, backend=backend)
+    try:
+        return scaled_mm(a, b, a_scale, b_scale, out_dtype=output_dtype, backend=backend)
+    except KvkernError as error:
+        name, _, mistake = str(error).partition(":")
+        if name not in _OWN_NAMES:
+            raise
+        raise type(error)(f"{_OWN_NAMES[name]}:{mistake}") from None
+
+
+_OWN_NAMES = {"scale_a": "a_scale", "scale_b": "b_scale", "out_dtype": "output_dtype"}
 
 
 def _check(
@@ -264,7 +276,7 @@ def _match(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    strides: Literal["rows", "any"] = "any",
+    strides: Literal["written", "any"] = "any",
 ) -> None:
     """``Sizes.match`` for any number of dims."""
     dims = {f"D{number}": size for number, size in enumerate(shape)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvkern.backends import choose
 from kvkern.errors import ArgumentError, LayoutError, ShapeMismatchError
 from kvkern.layout import MIN_TOKEN_SCALE
-from kvkern.ops._sizes import FLOATS, Sizes, as_rows, check_is_tensor
+from kvkern.ops._sizes import FLOATS, Sizes, as_rows, check_is_tensor, check_own_places
 
 Granularity = Literal["tensor", "row", "group", "block"]
 RowGranularity = Literal["tensor", "row", "group"]  # of what is made row by row
@@ -47,9 +47,10 @@ def quantize_fp8(
             ``[..., N, K]``, ``[..., ceil(N / 128), ceil(K / 128)]``; with more than two dims N
             must be a multiple of 128. The last group and block of a row, and the last block of a
             column, may be smaller.
-        scale: fp32, contiguous, > 0: a static descale (real = stored * scale), in the shape above;
-            of groups also with other strides, rows at one distance. Left out, it is the largest
-            finite magnitude of the cell over the dtype's largest value, at least 2^-100.
+        scale: fp32, contiguous: a static descale (real = stored * scale), in the shape above; of
+            groups also with other strides, rows at one distance. At least 2^-126, so that
+            1 / scale is finite, which is not checked; NaN makes NaN of a cell. Left out, it is the
+            largest finite magnitude of the cell over the dtype's largest value, at least 2^-100.
         dtype: ``torch.float8_e4m3fn`` (to 448) or ``torch.float8_e5m2`` (to 57344).
         power_of_two: round a scale that is found up to a power of two, as ue8m0 stores.
         column_major_scales: of groups only, where a scale that is found lies in memory; its shape
@@ -116,7 +117,7 @@ def rms_norm_quant_fp8(
         eps: added to the mean square, fp32.
         residual: ``x.shape`` in ``x.dtype``, strides as ``x``: x + residual, rounded to that dtype,
             takes its place and is what is normed, as in vLLM's, SGLang's and FlashInfer's fused
-            add. ``x`` is only read. Must not overlap ``x``.
+            add. ``x`` is only read. Each element has a place of its own, apart from ``x``.
         granularity: ``"row"``, ``"group"``, or ``"tensor"``, which needs a ``scale``: what is in
             all rows is not known while they are normed.
         scale, dtype, power_of_two, column_major_scales, out, backend: as in ``quantize_fp8``.
@@ -146,8 +147,12 @@ def rms_norm_quant_fp8(
     run = choose("rms_norm_quant_fp8", backend, x.device, x.dtype)
     if x.numel() == 0:
         return _empty(quantized, is_static=scale is not None)
-    rows = as_rows("x", x)
-    sums = None if residual is None else as_rows("residual", residual)
+    rows, sums = as_rows("x", x), None
+    if residual is not None:
+        sums = as_rows("residual", residual)
+        check_own_places("residual", sums)
+        if sums.data_ptr() == rows.data_ptr():
+            raise LayoutError("residual: want it apart from x, got both at one address")
     style = (granularity, scale is not None, power_of_two)
     run(rows, gamma, sums, *_by_row(quantized), *style, float(eps))
     return quantized
@@ -236,8 +241,8 @@ def dequantize_fp8(
     if dtype not in FLOATS:
         raise ArgumentError(f"dtype: want bfloat16, float16 or float32, got {dtype}")
     check_is_tensor("scale", scale)
-    _match("scale", scale, scale.shape, torch.float32, device=values.device, strides="any")
     granularity = _granularity_of(values.shape, scale.shape)
+    _match("scale", scale, scale.shape, torch.float32, device=values.device, strides="any")
     _check_strides(scale, granularity)
     if out is not None:
         _match("out", out, values.shape, dtype, device=values.device)

@@ -15,7 +15,7 @@ from kvkern.ops._sizes import FLOATS, Sizes, as_rows, check_is_tensor
 _CHUNK_BYTES = 128  # of a row: 32 words of 32 bits
 _GROUP_SIZES = (32, 64, 128)
 _MOST_COLUMNS_W8A8 = 65536  # products of 8 bits whose sum int32 holds
-_HALVES64 = (torch.bfloat16, torch.float16, torch.float64)  # fp64: the reference only
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class QuantizedInt8(NamedTuple):
@@ -174,8 +174,10 @@ def matmul_w8a16(
     """A linear layer with a weight in 8 bits: ``x @ dequantised.T + bias``.
 
     Args:
-        x: ``[..., K]``, bf16 or fp16, one row behind the other at any distance, rows contiguous.
-        weight: from ``quantize_int8``, on the same device.
+        x: ``[..., K]``, bf16 or fp16 (fp64: reference only), one row behind the other at any
+            distance, rows contiguous.
+        weight: from ``quantize_int8``, on the same device. A scale of NaN makes NaN of what it
+            scales, an infinite one infinities or NaN.
         bias: ``[N]`` in ``x.dtype`` or fp32, contiguous.
         out_dtype: ``x.dtype``, the default, or fp32.
         out: ``[..., N]`` in ``out_dtype``, contiguous, filled if given; must not overlap inputs.
@@ -209,8 +211,10 @@ def matmul_w4a16(
     """A linear layer with a weight in 4 bits: ``x @ dequantised.T + bias``.
 
     Args:
-        x: ``[..., K]``, bf16 or fp16, one row behind the other at any distance, rows contiguous.
-        weight: from ``quantize_int4``, on the same device.
+        x: ``[..., K]``, bf16 or fp16 (fp64: reference only), one row behind the other at any
+            distance, rows contiguous.
+        weight: from ``quantize_int4``, on the same device. A scale of NaN makes NaN of what it
+            scales, an infinite one infinities or NaN.
         bias: ``[N]`` in ``x.dtype`` or fp32, contiguous.
         out_dtype: ``x.dtype``, the default, or fp32.
         out: ``[..., N]`` in ``out_dtype``, contiguous, filled if given; must not overlap inputs.
@@ -245,9 +249,10 @@ def matmul_w8a8(
     """A linear layer in 8-bit integers: rows of ``x`` are rounded to 8 bits as they come.
 
     Args:
-        x: ``[..., K]``, bf16 or fp16, K <= 65536, one row behind the other at any distance, rows
-            contiguous.
-        weight: from ``quantize_int8``, on the same device.
+        x: ``[..., K]``, bf16 or fp16 (fp64: reference only), K <= 65536, one row behind the other
+            at any distance, rows contiguous.
+        weight: from ``quantize_int8``, on the same device. A scale of NaN makes NaN of what it
+            scales, an infinite one infinities or NaN.
         bias: ``[N]`` in ``x.dtype`` or fp32, contiguous.
         out_dtype: ``x.dtype``, the default, or fp32.
         out: ``[..., N]`` in ``out_dtype``, contiguous, filled if given; must not overlap inputs.
@@ -275,7 +280,8 @@ def matmul_w8a8(
 
 
 def check_group_size(group_size: int | None) -> None:
-    if group_size is not None and group_size not in _GROUP_SIZES:
+    is_whole = hasattr(group_size, "__index__")  # 128.0 is equal to 128
+    if group_size is not None and not (is_whole and group_size in _GROUP_SIZES):
         raise ArgumentError(f"group_size: want 32, 64, 128 or None, got {group_size}")
 
 
@@ -372,7 +378,7 @@ def _matmul_a16(
             (x, weight.values, weight.scale, weight.zero, bias, out)
         )
         key: Any = (op, type(weight), weight[3:], out_dtype, backend, *kinds)
-    except AttributeError:  # not all are what they should be: the checks say which
+    except (AttributeError, RuntimeError):  # not all are what they should be: the checks say which
         key = None
     again = _KNOWN.get(key)
     if again is None:
@@ -408,7 +414,8 @@ def _matmul(
         raise ShapeMismatchError("x: want [..., K], got []")
     lead = {f"D{number}": size for number, size in enumerate(x.shape[:-1])}
     sizes = Sizes(weight.values.device, **lead, K=weight.num_columns, N=num_columns)
-    sizes.match("x", x, " ".join((*lead, "K")), *_HALVES64, strides="any")
+    dtypes = (torch.float64,) if x.dtype == torch.float64 else _HALVES  # fp64: the reference only
+    sizes.match("x", x, " ".join((*lead, "K")), *dtypes, strides="any")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if out_dtype not in (x.dtype, torch.float32):
         raise ArgumentError(f"out_dtype: want {x.dtype} or torch.float32, got {out_dtype}")
@@ -424,7 +431,8 @@ def _matmul(
         return out
     rows = out.view(-1, num_columns)
     if x.shape[-1] == 0:
-        rows.copy_(torch.zeros_like(rows) if bias is None else bias.expand_as(rows))
+        with torch.no_grad():
+            rows.copy_(torch.zeros_like(rows) if bias is None else bias.expand_as(rows))
         return out
     group = () if group_size is None else (group_size,)
     again = run(as_rows("x", x), weight.values, weight.scale, weight.zero, bias, *group, rows)

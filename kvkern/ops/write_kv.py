@@ -59,7 +59,8 @@ def write_kv(
             unrotated rope columns, rotated by the same positions into ``q_rope_out``.
         q_rope_out: like ``q_rope``, with strides of its own, for example columns ``[L, L+R)`` of
             the packed query, in kv's dtype, or e4m3 with a ``q_scale``. May be ``q_rope`` itself;
-            must not overlap it otherwise.
+            must not overlap it otherwise. Of this and other outputs, each element has a place of
+            its own.
         q_nope, q_nope_out: ``[T, H, N]``, any N, the same in all else: copied (or quantised), for
             example the absorbed query into columns ``[0, L)`` of the packed one.
         q_latent, q_gamma, q_latent_out: ``[T, Q]``, ``[Q]``, ``[T, Q]``: RMSNorm of the query's
@@ -111,7 +112,7 @@ def write_kv(
     options = (eps, rope_style, rounding, sanitize, backend)
     try:
         addresses, kinds = _addresses_and_kinds(tensors)
-    except AttributeError:  # not all are tensors
+    except (AttributeError, RuntimeError):  # not all have an address
         _check(pages, batch, *tensors, eps, rope_style, rounding)
         raise
     key = (pages.kind, batch is None, options, kinds)
@@ -197,7 +198,7 @@ def _check(
     elif fmt.rope_dim:
         raise ArgumentError(f"freqs: want [any, R={fmt.rope_dim}], got None")
     if kv_out is not None:
-        sizes.match("kv_out", kv_out, "T K", kv.dtype, strides="rows")
+        sizes.match("kv_out", kv_out, "T K", kv.dtype, strides="written")
         _check_in_place_or_apart("kv_out", kv_out, kv)
     has_fp8_out = False
     for name, q, out, q_dims in (
@@ -209,7 +210,7 @@ def _check(
         if q is not None and out is not None:
             out_dtypes = (kv.dtype,) if q_scale is None else (_E4M3,)
             sizes.match(name, q, q_dims, kv.dtype, strides="rows")
-            sizes.match(f"{name}_out", out, q_dims, *out_dtypes, strides="rows")
+            sizes.match(f"{name}_out", out, q_dims, *out_dtypes, strides="written")
             _check_in_place_or_apart(f"{name}_out", out, q)
             has_fp8_out |= out.dtype == _E4M3
     if q_scale is not None:
@@ -219,7 +220,7 @@ def _check(
     if q_latent is not None and q_gamma is not None and q_latent_out is not None:
         sizes.match("q_latent", q_latent, "T Q", kv.dtype, strides="rows")
         sizes.match("q_gamma", q_gamma, "Q", *FLOATS64)
-        sizes.match("q_latent_out", q_latent_out, "T Q", kv.dtype, strides="rows")
+        sizes.match("q_latent_out", q_latent_out, "T Q", kv.dtype, strides="written")
         _check_in_place_or_apart("q_latent_out", q_latent_out, q_latent)
     elif not q_latent is q_gamma is q_latent_out is None:
         raise ArgumentError("q_latent, q_gamma, q_latent_out: want all or none")

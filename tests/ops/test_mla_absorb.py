@@ -416,6 +416,11 @@ MISTAKES = {
         kvkern.LayoutError,
         r"x: want a contiguous last dim, got strides \[192, 1, 3\]",
     ),
+    "weights with zeros left out": (
+        lambda: mla_absorb(X, W.to_sparse()),
+        kvkern.LayoutError,
+        r"w: want strided, got torch.sparse_coo",
+    ),
     "fp8 without a scale": (
         lambda: mla_absorb(X, STORED),
         kvkern.ArgumentError,
@@ -450,6 +455,11 @@ MISTAKES = {
         lambda: mla_absorb(X, W, out=torch.zeros(4, 200, 3, dtype=BF16).mT),
         kvkern.LayoutError,
         r"out: want a contiguous last dim, got strides \[600, 1, 3\]",
+    ),
+    "an output of one head for all": (
+        lambda: mla_absorb(X, W, out=torch.zeros(4, 1, 200, dtype=BF16).expand(-1, 3, -1)),
+        kvkern.LayoutError,
+        r"out: want each element at a place of its own, got strides \[200, 0, 1\]",
     ),
     "fp64 by a kernel": (
         lambda: mla_absorb(X.double(), W.double(), backend="triton"),

@@ -354,6 +354,11 @@ def spoiled(**changes):
             r"q: want a contiguous last dim, got strides \[640, 1, 4\]",
         ),
         (
+            spoiled(q=lambda a: a["q"].to_sparse()),
+            kvkern.LayoutError,
+            r"q: want strided, got torch.sparse_coo",
+        ),
+        (
             spoiled(q=lambda a: a["q"].to("meta")),
             kvkern.DeviceError,
             r"q: want device (cpu|cuda:0), got meta",
@@ -369,6 +374,11 @@ def spoiled(**changes):
             ),
             kvkern.ShapeMismatchError,
             r"out: want \[T=8, H=4, L=128\], got \[8, 3, 128\]",
+        ),
+        (
+            spoiled(out=lambda a: a["q"][:1, :, :128].expand(8, -1, -1)),
+            kvkern.LayoutError,
+            r"out: want contiguous, got strides \[0, 160, 1\]",
         ),
         (
             spoiled(softmax_scale=lambda a: float("nan")),

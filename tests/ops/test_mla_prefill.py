@@ -245,6 +245,11 @@ def test_empty_batches_are_fine(backend, device):
             kvkern.ShapeMismatchError,
             r"out: want \[T=52, H=2, V=64\], got \[1, 2, 64\]",
         ),
+        (
+            {"out": lambda a: a["v"][:1].expand(52, -1, -1)},
+            kvkern.LayoutError,
+            r"out: want contiguous, got strides \[0, 64, 1\]",
+        ),
     ],
 )
 def test_refused_argument_is_named_with_wanted_and_got(changes, error, message, device):

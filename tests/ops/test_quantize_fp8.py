@@ -125,6 +125,39 @@ def test_static_scales_are_taken_as_they_are(granularity, dtype, backend, device
     assert not small.values.float().isnan().any()
 
 
+LAST_CELL = {  # of 150 rows and 260 columns
+    "tensor": (slice(None), slice(None)),
+    "row": (slice(149, None), slice(None)),
+    "group": (slice(149, None), slice(256, None)),
+    "block": (slice(128, None), slice(256, None)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_nan_in_a_scale_is_in_all_of_its_cell(granularity, dtype, backend, device):
+    x = heavy_tailed(150, 260, device=device)
+    options = {"granularity": granularity, "dtype": dtype, "backend": backend}
+    clean = quantize_fp8(x, **options)
+    scale = clean.scale.clone()
+    scale.view(-1)[-1] = math.nan
+    expected = clean.values.float()
+    expected[LAST_CELL[granularity]] = math.nan
+    values = quantize_fp8(x, **options, scale=scale).values
+    assert torch.equal(values.float().nan_to_num(7e7), expected.nan_to_num(7e7))
+    real = dequantize_fp8(clean.values, scale, backend=backend)
+    assert torch.equal(real.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_least_static_scale_has_an_inverse(backend, device):
+    x = torch.tensor([[0.0, 2.0**-126, -(2.0**-125), 1.0]], device=device)
+    scale = torch.full((1, 1), 2.0**-126, device=device)
+    values = quantize_fp8(x, scale=scale, backend=backend).values
+    assert values.tolist() == [[0, 1, -2, 448]]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -382,6 +415,16 @@ MISTAKES = {
         kvkern.ShapeMismatchError,
         r"out: want \[D0=4, D1=256\], got \[4, 255\]",
     ),
+    "an output of one row for all": (
+        lambda: quantize_fp8(X, out=X[:1].to(E4M3).expand(4, -1)),
+        kvkern.LayoutError,
+        r"out: want contiguous, got strides \[0, 1\]",
+    ),
+    "real numbers of one row for all": (
+        lambda: dequantize_fp8(X.to(E4M3), torch.ones(1), out=X[:1].bfloat16().expand(4, -1)),
+        kvkern.LayoutError,
+        r"out: want contiguous, got strides \[0, 1\]",
+    ),
     "real numbers to dequantise": (
         lambda: dequantize_fp8(X, torch.ones(1)),
         kvkern.UnsupportedDtypeError,
@@ -391,6 +434,16 @@ MISTAKES = {
         lambda: dequantize_fp8(X.to(E4M3), torch.ones(3)),
         kvkern.ShapeMismatchError,
         r"scale: want \[1\] or \[4, 1\] or \[4, 2\] or \[1, 2\], got \[3\]",
+    ),
+    "a scale without dims": (
+        lambda: dequantize_fp8(X.to(E4M3), torch.tensor(1.0)),
+        kvkern.ShapeMismatchError,
+        r"scale: want \[1\] or \[4, 1\] or \[4, 2\] or \[1, 2\], got \[\]",
+    ),
+    "numbers with zeros left out": (
+        lambda: quantize_fp8(X.to_sparse()),
+        kvkern.LayoutError,
+        r"x: want strided, got torch.sparse_coo",
     ),
     "scales of blocks, transposed": (
         lambda: dequantize_fp8(torch.zeros(256, 384).to(E4M3), torch.ones(3, 2).T),

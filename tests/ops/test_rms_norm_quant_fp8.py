@@ -215,6 +215,16 @@ MISTAKES = {
         kvkern.LayoutError,
         r"residual: want contiguous rows at one distance, got strides \[1, 4\]",
     ),
+    "a residual of one row for all": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, residual=torch.zeros(1, 256).expand(4, -1)),
+        kvkern.LayoutError,
+        r"residual: want each element at a place of its own, got strides \[0, 1\]",
+    ),
+    "x for a residual": (
+        lambda: rms_norm_quant_fp8(X, GAMMA, residual=X),
+        kvkern.LayoutError,
+        r"residual: want it apart from x, got both at one address",
+    ),
     "rounding a scale that is given": (
         lambda: rms_norm_quant_fp8(X, GAMMA, scale=torch.ones(4, 1), power_of_two=True),
         kvkern.ArgumentError,
@@ -262,3 +272,11 @@ MISTAKES = {
 def test_mistakes_say_what_to_change(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_residual_that_is_refused_is_not_written(device):
+    x, gamma = torch.ones(4, 256, device=device), torch.ones(256, device=device)
+    for residual in (x, torch.ones(1, 256, device=device).expand(4, -1)):
+        with pytest.raises(kvkern.LayoutError, match="residual"):
+            rms_norm_quant_fp8(x, gamma, residual=residual)
+        assert (residual == 1).all()

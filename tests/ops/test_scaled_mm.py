@@ -310,6 +310,18 @@ def test_nan_and_infinity_are_those_of_the_real_sum(m, k, scaling, backend, devi
     assert_right(multiply(a, b, backend), a, b)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", [("row", "row"), ("group", "block")], ids=" x ".join)
+@pytest.mark.parametrize("which", ["a", "b"])
+@pytest.mark.parametrize("m", [7, 130])
+def test_nan_in_a_scale_is_in_all_that_it_scales(m, which, scaling, backend, device):
+    a, b = operands(m, 144, 256, scaling, device=device)
+    (a if which == "a" else b).scale[-1, -1] = math.nan
+    result = multiply(a, b, backend)
+    assert result[-1].isnan().any() and result[0, 0].isfinite()
+    assert_right(result, a, b)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", SCALINGS, ids=" x ".join)
 @pytest.mark.parametrize(("m", "k"), [(16, 1280), (130, 250)])
@@ -1063,6 +1075,29 @@ MISTAKES = {
         kvkern.LayoutError,
         r"out: want a contiguous last dim, got strides \[1, 4\]",
     ),
+    "an output of one row for all": (
+        lambda: scaled_mm(A, B, ONE, ONE, out=torch.zeros(1, 300, dtype=BF16).expand(4, -1)),
+        kvkern.LayoutError,
+        r"out: want each element at a place of its own, got strides \[0, 1\]",
+    ),
+    "an output of rows that overlap": (
+        lambda: scaled_mm(
+            A, B, ONE, ONE, out=torch.zeros(1200, dtype=BF16).as_strided((4, 300), (299, 1))
+        ),
+        kvkern.LayoutError,
+        r"out: want each element at a place of its own, got strides \[299, 1\]",
+    ),
+    "an output of one matrix for several": (
+        lambda: scaled_mm(
+            A.expand(2, -1, -1),
+            B.expand(2, -1, -1),
+            ONE,
+            ONE,
+            out=torch.zeros(4, 300, dtype=BF16).expand(2, -1, -1),
+        ),
+        kvkern.LayoutError,
+        r"out: want each element at a place of its own, got strides \[0, 300, 1\]",
+    ),
     "fp64 by a kernel": (
         lambda: scaled_mm(A, B, ONE, ONE, out_dtype=torch.float64, backend="triton"),
         UnsupportedError,
@@ -1106,7 +1141,27 @@ MISTAKES = {
     "a scale of b on another device": (
         lambda: fp8_gemm(A, B, ONE, ONE.to("meta")),
         kvkern.DeviceError,
-        r"scale_b: want device cpu, got meta",
+        r"^b_scale: want device cpu, got meta",
+    ),
+    "a scale of a that fits nothing": (
+        lambda: fp8_gemm(A, B, torch.ones(3), ONE),
+        kvkern.ShapeMismatchError,
+        r"^a_scale: want \[1\] or \[1, 1\] or \[4, 1\] or \[4, 2\], got \[3\]",
+    ),
+    "a result of fp8_gemm in fp8": (
+        lambda: fp8_gemm(A, B, output_dtype=E4M3),
+        kvkern.ArgumentError,
+        r"^output_dtype: want bfloat16, float16 or float32, got torch.float8_e4m3fn",
+    ),
+    "numbers with zeros left out": (
+        lambda: scaled_mm(A.float().to_sparse().to(E4M3), B, ONE, ONE),
+        kvkern.LayoutError,
+        r"a: want strided, got torch.sparse_coo",
+    ),
+    "scales with zeros left out": (
+        lambda: scaled_mm(A, B, ONE, ONE.to_sparse()),
+        kvkern.LayoutError,
+        r"scale_b: want strided, got torch.sparse_coo",
     ),
 }
 

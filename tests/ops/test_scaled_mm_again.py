@@ -116,6 +116,16 @@ def test_repeated_call_asks_torch_for_the_product_and_nothing_else(kind, firsts,
     assert all(mine is its for mine, its in zip(given, products[1], strict=True))
 
 
+def test_repeated_call_asks_for_no_gradient(firsts, monkeypatch):
+    """torch._scaled_mm takes no ``out`` with a bias that requires one."""
+    modes = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: modes.append(torch.is_grad_enabled()))
+    bias = torch.nn.Parameter(torch.randn(256))
+    for _ in range(3):
+        scaled_mm(*operands("row", "row"), bias=bias)
+    assert modes[1:] == [False, False] and len(firsts) == 1
+
+
 def test_what_is_remembered_keeps_no_tensor_alive(firsts, library):
     given = list(operands("tensor", "tensor"))
     for _ in range(2):

@@ -300,6 +300,19 @@ def test_nan_and_infinity_go_where_fp64_takes_them(name, backend, device):
     assert_within_budget(matmul(x, quantized, backend=backend), exact, rounded)
 
 
+@every_matmul
+@every_backend
+def test_nan_in_a_scale_is_in_its_column_alone(name, backend, device):
+    quantize, matmul = MATMULS[name]
+    weight, x = quantize(randn(33, 300, device=device)), randn(5, 300, dtype=BF16, device=device)
+    clean = matmul(x, weight, backend=backend)
+    scale = weight.scale.clone()
+    scale[-1, 3] = math.nan
+    got = matmul(x, weight._replace(scale=scale), backend=backend)
+    others = [column for column in range(33) if column != 3]
+    assert got[:, 3].isnan().all() and torch.equal(got[:, others], clean[:, others])
+
+
 def exact_w8a8(x, weight):
     """In int64, row by row and column by column of the codes."""
     x = x.float()
@@ -707,6 +720,11 @@ MISTAKES = {
         kvkern.ArgumentError,
         r"group_size: want 32, 64, 128 or None, got 100",
     ),
+    "a group of a fraction": (
+        lambda: quantize_int4(torch.ones(8, 256), group_size=128.0),
+        kvkern.ArgumentError,
+        r"group_size: want 32, 64, 128 or None, got 128.0",
+    ),
     "no such dtype": (
         lambda: dequantize_int8(W8, dtype=torch.int8),
         kvkern.ArgumentError,
@@ -745,7 +763,17 @@ MISTAKES = {
     "x in fp32": (
         lambda: matmul_w8a16(X.float(), W8),
         kvkern.UnsupportedDtypeError,
-        r"x: want bfloat16 or float16 .*, got torch.float32",
+        r"x: want bfloat16 or float16, got torch.float32",
+    ),
+    "x with zeros left out": (
+        lambda: matmul_w8a16(X.to_sparse(), W8),
+        kvkern.LayoutError,
+        r"x: want strided, got torch.sparse_coo",
+    ),
+    "x in fp64 by a kernel": (
+        lambda: matmul_w8a16(X.double(), W8, backend="triton"),
+        kvkern.UnsupportedError,
+        r"fp64 is for the reference",
     ),
     "rows at two distances": (
         lambda: matmul_w4a16(torch.zeros(4, 8, 256, dtype=BF16)[:, :3], W4),
@@ -761,6 +789,11 @@ MISTAKES = {
         lambda: matmul_w8a8(X, W8, out=torch.zeros(4, 9, dtype=BF16)),
         kvkern.ShapeMismatchError,
         r"out: want \[D0=4, N=8\], got \[4, 9\]",
+    ),
+    "an output of one row for all": (
+        lambda: matmul_w8a16(X, W8, out=torch.zeros(1, 8, dtype=BF16).expand(4, -1)),
+        kvkern.LayoutError,
+        r"out: want contiguous, got strides \[0, 1\]",
     ),
     "a bias of another size": (
         lambda: matmul_w4a16(X, W4, bias=torch.zeros(9)),

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from kvkern import (
     ArgumentError,
     DeviceError,
+    LayoutError,
     PagedBatch,
     ShapeMismatchError,
     UnsupportedDtypeError,
@@ -274,12 +275,14 @@ def test_wrong_shape_after_a_right_one_is_refused(device, backend):
     assert len(backend.first) == 1 and not backend.again
 
 
-def test_what_is_no_tensor_is_refused_after_a_right_call(device, backend):
+def test_what_has_no_address_is_refused_after_a_right_call(device, backend):
     step = make_query_step()
     target, arguments = step.target(step.new_cache(device)), step.arguments(device)
     write_kv(target, **arguments)
     with pytest.raises(UnsupportedDtypeError, match="gamma: want a tensor, got list"):
         write_kv(target, **{**arguments, "gamma": [1.0]})
+    with pytest.raises(LayoutError, match=r"gamma: want strided, got torch.sparse_coo"):
+        write_kv(target, **{**arguments, "gamma": arguments["gamma"].to_sparse()})
 
 
 def test_longer_batch_of_the_same_shapes_is_held_against_freqs(device, backend):

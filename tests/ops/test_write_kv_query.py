@@ -421,3 +421,15 @@ def test_output_over_its_input_needs_the_same_strides(device, name):
     with pytest.raises(LayoutError, match=f"{name}_out: want the input's strides .* in place"):
         write_kv(step.target(step.new_cache(device)), **arguments)
     assert (buffer == 1).all()
+
+
+@pytest.mark.parametrize("name", ["q_nope_out", "q_latent_out"])
+def test_output_of_one_row_for_all_is_refused(device, name):
+    step = make_query_step()
+    arguments = step.arguments(device)
+    row = torch.ones_like(arguments[name][:1])
+    arguments[name] = row.expand(NUM_TOKENS, *row.shape[1:])
+    message = rf"{name}: want each element at a place of its own, got strides \[0, "
+    with pytest.raises(LayoutError, match=message):
+        write_kv(step.target(step.new_cache(device)), **arguments)
+    assert (row == 1).all()
