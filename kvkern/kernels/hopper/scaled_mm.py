@@ -3,12 +3,12 @@
 A program takes every num_programs-th tile of ``out``, or part of K of one; where K is short, tiles
 next to each other, whose rows of a it keeps. One warp fetches steps of 128 of K by TMA into a ring
 of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time, or every other
-tile, or one does it all, if there are 64. Where sums are exact, or scales change along K, the
-product of a step leaves the tensor core, whose accumulator keeps some 13 bits, and is added in
-fp32. Columns that are left have narrow tiles, done last, or each tile has a few of
-them beside its own. Rows of experts are cut into tiles that begin and end with them: every role
-finds whose a tile is, on the device. Few rows have a kernel of their own, ``scaled_mm_few``, tiles
-are chosen in ``scaled_mm_tiles``; launches and repeats of both kernels are here.
+tile; one does it all, if there are 64. Where sums are exact, or scales change along K, the product
+of a step leaves the tensor core, whose accumulator keeps some 13 bits, and is added in fp32.
+Columns that are left have narrow tiles, done last, or each tile has a few of them beside its own.
+Rows of experts are cut into tiles that begin and end with them: every role finds whose a tile is,
+on the device. Few rows have a kernel of their own, ``scaled_mm_few``, tiles are chosen in
+``scaled_mm_tiles``; launches and repeats of both kernels are here.
 """
 
 import math
