@@ -107,8 +107,6 @@ def multiply_many(run, num_matrices, is_grouped, num_tokens):
 
 
 def multiply_weight_only(kernels, bits, num_columns, depth, num_tokens, dtype=BF16, out_dtype=BF16):
-    if kernels is hopper_weight_only and bits == 8 and num_tokens <= 16:
-        return  # refused
     codes = chunk_columns(bits)
     stored = torch.int8 if bits == 8 else torch.uint8
     values = empty(-(-depth // codes), num_columns, codes * bits // 8, dtype=stored)

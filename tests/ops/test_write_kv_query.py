@@ -423,7 +423,7 @@ def test_output_over_its_input_needs_the_same_strides(device, name):
     assert (buffer == 1).all()
 
 
-@pytest.mark.parametrize("name", ["q_nope_out", "q_latent_out"])
+@pytest.mark.parametrize("name", ["kv_out", "q_rope_out", "q_nope_out", "q_latent_out"])
 def test_output_of_one_row_for_all_is_refused(device, name):
     step = make_query_step()
     arguments = step.arguments(device)

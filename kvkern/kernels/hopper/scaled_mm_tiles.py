@@ -236,7 +236,7 @@ def num_boxes(
 ) -> int:
     """That a warpgroup has on their way out: two if it is alone or the tile large, and has room.
 
-    What waits until a box has been read waits 500 cycles.
+    With one a warpgroup waits until that has been read before it stages the next.
     """
     groups = num_groups(tiles)
     if groups == 2 and max(tiles.rows, tiles.columns) < 256 and not tiles.has_turns:
