@@ -313,12 +313,35 @@ def test_hopper_products_keep_a_where_it_takes_no_more_room_than_in_a_ring():
     assert hopper_tiles(4096, 32768, 512, "exact")[:6] == (256, 128, 1, 4, False, 4)
 
 
-def test_hopper_warpgroups_take_turns_where_ends_of_tiles_count():
+def test_hopper_warpgroups_take_turns_where_small_tiles_fill_the_card_better():
     """And one of them keeps the tensor core busy: it need not add products up."""
     for sums in SUMS:
+        assert hopper_tiles(2048, 7168, 2048, sums).has_turns == (sums == "fast")
         for depth in (512, 1536, 16384):
             tiles = hopper_tiles(4096, 24576, depth, sums)
-            assert tiles.has_turns == (sums == "fast" and depth < 16384)
+            assert not tiles.has_turns and max(tiles[:2]) == 256
+
+
+def test_hopper_holds_results_of_large_tiles_that_are_stored_whole():
+    def held(tiles, steps=16, is_fast=True, **others):
+        given = {"is_narrow": False, "sums_in_tensor_core": is_fast} | others
+        return scaled_mm_tiles.num_held(tiles, steps, **given)
+
+    wide, high = scaled_mm_tiles.Tiles(128, 256, 1, 4), scaled_mm_tiles.Tiles(256, 128, 1, 4)
+    assert held(wide) == held(high) == held(high, is_fast=False) == 4  # of 64 x 64, a warpgroup
+    assert held(wide, 4) == held(high, 1, False) == held(high._replace(kept=4), 4, False) == 4
+    assert held(wide, is_grouped=True) == 4
+    for tiles, is_fast, others in (
+        (wide._replace(columns=128), True, {}),
+        (wide._replace(extra=16), True, {}),
+        (high._replace(num_splits=2), False, {}),
+        (high._replace(kept=4), True, {}),  # registers hold where the kept steps are
+        (wide, True, {"steps": 3}),  # each of four boxes is stored under a product
+        (wide, True, {"is_narrow": True}),
+        (high, False, {"bytes_of_value": 4}),
+        (high, False, {"is_grouped": True}),
+    ):
+        assert held(tiles, is_fast=is_fast, **others) == 0
 
 
 @pytest.mark.parametrize("in_tensor_core", [True, False])
@@ -328,11 +351,12 @@ def test_hopper_tiles_of_experts_fit_an_sm_and_grow_with_their_rows(in_tensor_co
         tiles = scaled_mm_tiles.choose_tiles_of_experts(
             rows_of_expert, sums_in_tensor_core=in_tensor_core
         )
-        assert tiles.rows >= rows_before and tiles.columns == 128 and tiles.num_splits == 1
+        assert tiles.rows >= rows_before and tiles.num_splits == 1
+        assert tiles.columns == (256 if in_tensor_core and tiles.rows > 64 else 128)
         assert not tiles.is_few and not tiles.kept and tiles.stages >= 2
         assert tiles.steps == (1 if in_tensor_core or tiles.rows > 64 else 2)
         rows_before = tiles.rows
-        of_step = (tiles.rows + 128) * 128 + 4 * (tiles.rows + 64)
+        of_step = (tiles.rows + tiles.columns) * 128 + 4 * (tiles.rows + 64)
         in_ring = tiles.stages * tiles.steps * of_step
         assert in_ring + 2 * 8192 + 16 * 128 + 4 * 1024 + 512 <= 232_448
     assert rows_before > 64

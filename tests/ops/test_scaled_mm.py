@@ -789,24 +789,51 @@ def test_rows_that_stay_where_sums_are_short(m, n, of_matrices, k, scaling, accu
 @pytest.mark.parametrize("scaling", SCALINGS[:2], ids=" x ".join)
 @pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(
-    ("m", "n", "k", "of_matrices"),  # of 132 programs each has 1 or 2, 7 or 8, 5 tiles
-    [(512, 4608, 1040, 1), (1000, 16520, 128, 1), (1500, 2304, 768, 3)],
+    ("m", "n", "k", "of_matrices"),  # of 132 programs each has 1 or 2, 6 or 7, 1 or 2 tiles
+    [(512, 4608, 1040, 1), (512, 9000, 640, 3), (600, 1160, 768, 3)],
 )
 def test_warpgroups_that_take_turns(m, n, k, of_matrices, out_dtype, scaling):
-    from kvkern.kernels.hopper.scaled_mm_tiles import choose_tiles
+    assert_right_of_tiles(
+        m, n, k, scaling, (E4M3, E4M3), out_dtype, "fast", of_matrices,
+        lambda _, tiles, is_fast: tiles.has_turns,
+    )  # fmt: skip
 
-    tiles = choose_tiles(
-        m, n, k, of_matrices, sums_in_tensor_core=True, has_groups=False, num_sms=132
-    )
-    assert tiles.has_turns
-    lead = (of_matrices,) if of_matrices > 1 else ()
-    a, b = operands(m, n, k, scaling, device="cuda", lead=lead)
-    bias = torch.randn(n, device="cuda")
-    options = {"bias": bias, "accumulation": "fast", "out_dtype": out_dtype}
-    result = multiply(a, b, "hopper", **options)
-    assert_nearly_right(result, a, b, bias)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+@pytest.mark.parametrize(
+    ("scaling", "out_dtype"), zip(SCALINGS[:3], [FP16, BF16, BF16], strict=True), ids=str
+)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "of_matrices"),  # 4 or 5, 8 or 9, 1 or 2 tiles a program
+    [(1500, 4600, 512, 3), (3999, 9208, 640, 1), (3999, 2040, 1200, 1)],
+)
+def test_results_held_until_the_next_tiles_products(
+    m, n, k, of_matrices, out_dtype, scaling, accumulation
+):
+    assert_right_of_tiles(
+        m, n, k, scaling, (E4M3, E4M3), out_dtype, accumulation, of_matrices,
+        lambda of, tiles, is_fast: of.num_held(
+            tiles, -(-k // 128), is_narrow=of.has_narrow(n, tiles, sums_in_tensor_core=is_fast),
+            sums_in_tensor_core=is_fast,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+def test_results_that_are_held_stay_in_out(scaling, accumulation):
+    """The first of a program holds nothing yet, and the last tiles are not whole."""
+    a, b = operands(3999, 4600, 512, scaling, device="cuda")
+    result = multiply(a, b, "hopper", accumulation=accumulation)
+    wide = torch.full((4001, 4624), 7.0, dtype=BF16, device="cuda")
+    options = {"accumulation": accumulation, "out": wide[1:-1, 8:-16]}
     for _ in range(3):
-        assert torch.equal(multiply(a, b, "hopper", **options), result)
+        multiply(a, b, "hopper", **options)
+        assert torch.equal(wide[1:-1, 8:-16], result)
+        wide[1:-1, 8:-16] = 7
+        assert (wide == 7).all()
 
 
 @pytest.mark.gpu

@@ -51,6 +51,7 @@ from kvkern.kernels.hopper.scaled_mm_tiles import (
     has_narrow,
     num_boxes,
     num_groups,
+    num_held,
     rows_of_box,
 )
 from kvkern.kernels.launch import Descriptors, Launch, launch
@@ -81,6 +82,7 @@ class _Order(NamedTuple):
     adds_both: bool  # products of a pair before the next pair is begun
     ahead: int  # stages that are asked for before all barriers are made and the warps have begun
     divides: bool  # numbers of units as integers, not by an inverse
+    held: int  # boxes of a result that a warpgroup stores under the next tile's products, or 0
 
 
 @gluon.constexpr_function
@@ -93,6 +95,12 @@ def _first_row(which, order):
 def _has_two(order):
     """Whether a warpgroup has twice the 64 rows that wgmma takes."""
     return order.rows == (128 if order.has_turns else 256)
+
+
+@gluon.constexpr_function
+def _has_two_products(order):
+    """Of each step in a warpgroup."""
+    return order.rows == (128 if order.has_turns else 256) or order.extra > 0
 
 
 @gluon.jit
@@ -460,113 +468,244 @@ def _makes_transposed(order):
 
 
 @gluon.jit
+def _begin_in_tensor_core(acc, acc_2, ring, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr):
+    """The first step's product, under way, or two of them."""
+    _, _, _, _, _, full, _, _ = ring
+    mbarrier.wait(full.index(stage), phase)
+    rows, columns = _operands(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
+    acc = warpgroup_mma(rows, columns, acc, use_acc=False, is_async=True)
+    if _has_two_products(ORDER):
+        rows, columns = _operands(ring, 0, stage, acc_2.shape[1], WHICH, 1, ORDER)
+        acc_2 = warpgroup_mma(rows, columns, acc_2, use_acc=False, is_async=True)
+    return _wait_for_older(acc, acc_2, ORDER)
+
+
+@gluon.jit
+def _wait_for_older(acc, acc_2, ORDER: gl.constexpr):
+    """Products than those of the last step."""
+    if _has_two_products(ORDER):
+        acc, acc_2 = warpgroup_mma_wait(2, deps=(acc, acc_2))
+    else:
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+    return acc, acc_2
+
+
+@gluon.jit
 def _sum_in_tensor_core(
-    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
+    acc, acc_2, ring, num_steps, stage, phase, held, ends, WHICH: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """The products of the other steps, the last under way; what is held is stored under the first."""
+    BOXES: gl.constexpr = ORDER.held
+    for number in gl.static_range(BOXES):
+        _store_box_of_held(held, number, ends, WHICH, ORDER)
+        if number + 1 < BOXES:
+            acc, acc_2, stage, phase = _go_on_in_tensor_core(
+                acc, acc_2, ring, number + 1, stage, phase, WHICH, ORDER
+            )
+    for step in range(max(BOXES, 1), num_steps):
+        acc, acc_2, stage, phase = _go_on_in_tensor_core(
+            acc, acc_2, ring, step, stage, phase, WHICH, ORDER
+        )
+    return acc, acc_2, stage, phase
+
+
+@gluon.jit
+def _end_in_tensor_core(
+    acc, acc_2, ring, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
 ):
-    """Products of all steps into the accumulators; a step is let go when the next is under way."""
-    _, b, _, _, _, full, empty, turns = ring
+    """The last step, whose stage is given, is made and let go."""
+    _, b, _, _, _, _, empty, turns = ring
     STAGES: gl.constexpr = b.shape[0]
-    COLUMNS: gl.constexpr = acc.shape[1]
-    HAS_SECOND: gl.constexpr = _has_two(ORDER) or ORDER.extra > 0
     ARRIVALS: gl.constexpr = 2 if _makes_transposed(ORDER) else 1
-    for step in range(num_steps):
-        mbarrier.wait(full.index(stage), phase)
-        rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, 0, ORDER)
-        acc = warpgroup_mma(rows, columns, acc, is_async=True)
-        if HAS_SECOND:
-            rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, 1, ORDER)
-            acc_2 = warpgroup_mma(rows, columns, acc_2, is_async=True)
-            acc, acc_2 = warpgroup_mma_wait(2, deps=(acc, acc_2))
-        else:
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-        last = gl.where(stage == 0, STAGES - 1, stage - 1)
-        mbarrier.arrive(empty.index(last), count=ARRIVALS, pred=step > 0)
-        stage, phase = next_stage(stage, phase, STAGES)
     if ORDER.has_turns or _makes_transposed(ORDER):
         mbarrier.arrive(turns.index(1 - WHICH), count=1)
-    if HAS_SECOND:
+    if _has_two_products(ORDER):
         acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-    last = gl.where(stage == 0, STAGES - 1, stage - 1)
-    mbarrier.arrive(empty.index(last), count=ARRIVALS, pred=num_steps > 0)
+    mbarrier.arrive(empty.index(stage), count=ARRIVALS)
+    stage, phase = next_stage(stage, phase, STAGES)
     return acc, acc_2, stage, phase
+
+
+@gluon.jit
+def _go_on_in_tensor_core(
+    acc, acc_2, ring, step, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
+):
+    """A step's product, under way; the step before, whose stage is given, is let go."""
+    _, b, _, _, _, full, empty, _ = ring
+    STAGES: gl.constexpr = b.shape[0]
+    ARRIVALS: gl.constexpr = 2 if _makes_transposed(ORDER) else 1
+    after, phase = next_stage(stage, phase, STAGES)
+    mbarrier.wait(full.index(after), phase)
+    rows, columns = _operands(ring, step, after, acc.shape[1], WHICH, 0, ORDER)
+    acc = warpgroup_mma(rows, columns, acc, is_async=True)
+    if _has_two_products(ORDER):
+        rows, columns = _operands(ring, step, after, acc_2.shape[1], WHICH, 1, ORDER)
+        acc_2 = warpgroup_mma(rows, columns, acc_2, is_async=True)
+    acc, acc_2 = _wait_for_older(acc, acc_2, ORDER)
+    mbarrier.arrive(empty.index(stage), count=ARRIVALS)
+    return acc, acc_2, after, phase
+
+
+@gluon.jit
+def _begin_in_registers(
+    acc, acc_2, ring, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """The first step's first product, under way, and that step's scales."""
+    _, _, _, _, _, full, _, _ = ring
+    mbarrier.wait(full.index(stage), phase)
+    factors = _scales_of_step(acc, acc_2, ring, 0, stage, WHICH, HAS_GROUPS, ORDER)
+    rows, columns = _operands(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
+    return _begin(rows, columns), factors
 
 
 @gluon.jit
 def _sum_in_registers(
-    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
-):
-    """The two products of each step, added in fp32."""
-    _, b, _, _, _, full, empty, _ = ring
-    STAGES: gl.constexpr = b.shape[0]
-    for step in range(num_steps):
-        mbarrier.wait(full.index(stage), phase)
+    part, factors, acc, acc_2, ring, num_steps, stage, phase, held, ends, WHICH: gl.constexpr,
+    HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """The two products of each step, times their scales if it has any, added in fp32.
+
+    Registers allow a warpgroup one product at a time, and two keep the tensor core busy if little
+    lies between products: so the next step is awaited under the last product of a step, and its
+    scales, loaded before its first product, are multiplied after that. What is held is stored under
+    the first step's products, as long as there are no sums.
+    """
+    acc, acc_2, factors, stage, phase = _end_step_in_registers(
+        part, factors, acc, acc_2, ring, 0, num_steps, stage, phase, held, ends, WHICH,
+        HAS_GROUPS, True, ORDER,
+    )  # fmt: skip
+    for step in range(1, num_steps):
         rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
         part = _begin(rows, columns)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        acc = pin(acc + part)
-        # passes at once; ptxas begins no product before it that it lacks the registers for
-        mbarrier.wait(full.index(stage), phase)
-        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 1, ORDER)
-        part_2 = _begin(rows, columns)
-        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc_2 = pin(acc_2 + part_2)
-        stage, phase = next_stage(stage, phase, STAGES)
+        acc, acc_2, factors, stage, phase = _end_step_in_registers(
+            part, factors, acc, acc_2, ring, step, num_steps, stage, phase, held, ends, WHICH,
+            HAS_GROUPS, False, ORDER,
+        )  # fmt: skip
     return acc, acc_2, stage, phase
 
 
 @gluon.jit
-def _sum_of_groups(
-    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
-):
-    """The two products of each step, times their scales, added in fp32.
-
-    Registers allow a warpgroup one product at a time, and two keep the tensor core busy if little
-    lies between products: so the next step is awaited under the last product of a step, and its
-    scales, loaded before its first product, are multiplied after that.
-    """
-    _, b, _, factors_a, factors_b, full, empty, _ = ring
+def _end_step_in_registers(
+    part, factors, acc, acc_2, ring, step, num_steps, stage, phase, held, ends,
+    WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    IS_FIRST: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """After its first product has begun; the next one's scales come back."""
+    _, b, _, _, _, full, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
+    BOXES: gl.constexpr = ORDER.held if IS_FIRST else 0
+    of_a, of_b, of_a_2, of_b_2 = factors
+    COLUMNS: gl.constexpr = acc.shape[1]
+    for number in gl.static_range(BOXES // 2):
+        _store_box_of_held(held, number, ends, WHICH, ORDER)
+    fence_products(num_steps)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    acc = _add(acc, part, pin(of_a) * of_b if HAS_GROUPS else 1.0, HAS_GROUPS, IS_FIRST)
+    fence_products(num_steps)
+    rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, 1, ORDER)
+    part_2 = _begin(rows, columns)
+    for number in gl.static_range(BOXES // 2, BOXES):
+        _store_box_of_held(held, number, ends, WHICH, ORDER)
+    after, phase_after = next_stage(stage, phase, STAGES)
+    is_last = step + 1 == num_steps
+    awaited = gl.where(is_last, stage, after)  # the next tile's is for the next tile to await
+    mbarrier.wait(full.index(awaited), gl.where(is_last, phase, phase_after))
+    part_2 = warpgroup_mma_wait(0, deps=(part_2,))
+    mbarrier.arrive(empty.index(stage), count=1)
+    acc_2 = _add(acc_2, part_2, pin(of_a_2) * of_b_2 if HAS_GROUPS else 1.0, HAS_GROUPS, IS_FIRST)
+    factors = _scales_of_step(
+        acc, acc_2, ring, gl.where(is_last, step, step + 1), awaited, WHICH, HAS_GROUPS, ORDER
+    )
+    return acc, acc_2, factors, after, phase_after
+
+
+@gluon.jit
+def _sum_of_narrow(
+    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """The same of 64 columns, where registers allow one product to be made under another's sum.
+
+    ptxas lets products overlap only if there are two ways to end, as of ``_sum_in_pairs``.
+    """
+    _, b, _, _, _, full, empty, _ = ring
+    STAGES: gl.constexpr = b.shape[0]
+    mbarrier.wait(full.index(stage), phase)
+    scale, scale_2 = _products_of_scales(acc, acc_2, ring, 0, stage, WHICH, HAS_GROUPS, ORDER)
+    rows, columns = _operands(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
+    part = _begin(rows, columns)
+    part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
+    for step in range(num_steps - 1):
+        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 1, ORDER)
+        part_2 = _begin(rows, columns)
+        part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
+        acc = _add(acc, part, scale, HAS_GROUPS)
+        after, phase_after = next_stage(stage, phase, STAGES)
+        mbarrier.wait(full.index(after), phase_after)
+        rows, columns = _operands(ring, step + 1, after, acc.shape[1], WHICH, 0, ORDER)
+        part = _begin(rows, columns)
+        part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc_2 = _add(acc_2, part_2, scale_2, HAS_GROUPS)
+        scale, scale_2 = _products_of_scales(
+            acc, acc_2, ring, step + 1, after, WHICH, HAS_GROUPS, ORDER
+        )
+        stage = after
+        phase = phase_after
+    if stage < STAGES:  # always
+        rows, columns = _operands(ring, num_steps - 1, stage, acc.shape[1], WHICH, 1, ORDER)
+        part_2 = _begin(rows, columns)
+        part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
+        acc = _add(acc, part, scale, HAS_GROUPS)
+        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc_2 = _add(acc_2, part_2, scale_2, HAS_GROUPS)
+    else:
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = _add(acc, part, scale, HAS_GROUPS)
+    stage, phase = next_stage(stage, phase, STAGES)
+    return acc, acc_2, stage, phase
+
+
+@gluon.jit
+def _products_of_scales(
+    acc, acc_2, ring, step, stage, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    of_a, of_b, of_a_2, of_b_2 = _scales_of_step(
+        acc, acc_2, ring, step, stage, WHICH, HAS_GROUPS, ORDER
+    )
+    return of_a * of_b, of_a_2 * of_b_2
+
+
+@gluon.jit
+def _scales_of_step(
+    acc, acc_2, ring, step, stage, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """Of a's rows and b's columns of its first product, and of its second."""
+    _, _, _, factors_a, factors_b, _, _, _ = ring
     OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     OF_ROW_2: gl.constexpr = gl.SliceLayout(1, acc_2.type.layout)
     FIRST: gl.constexpr = _first_row(WHICH, ORDER)
     FIRST_2: gl.constexpr = FIRST if ORDER.extra else FIRST + _WAVE
-    mbarrier.wait(full.index(stage), phase)
-    place = 0 if ORDER.kept else stage
-    scale = _load_scales(factors_a, place, FIRST, OF_ROW)
-    scale_2 = _load_scales(factors_a, place, FIRST_2, OF_ROW_2)
-    of_b = _load_scales(factors_b, stage, 0, OF_ROW)
-    of_b_2 = of_b
-    if ORDER.extra:
-        of_b_2 = _load_scales(factors_b, stage, _WAVE, OF_ROW_2)
-    for step in range(num_steps):
-        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
-        part = _begin(rows, columns)
-        fence_products(num_steps)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        acc = _add(acc, part, pin(scale) * of_b, True)
-        fence_products(num_steps)
-        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 1, ORDER)
-        part_2 = _begin(rows, columns)
-        after, phase_after = next_stage(stage, phase, STAGES)
-        is_last = step + 1 == num_steps
-        awaited = gl.where(is_last, stage, after)  # the next tile's is for the next tile to await
-        mbarrier.wait(full.index(awaited), gl.where(is_last, phase, phase_after))
-        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc_2 = _add(acc_2, part_2, pin(scale_2) * of_b_2, True)
-        place = gl.where(is_last, step, step + 1) if ORDER.kept else awaited
-        scale = _load_scales(factors_a, place, FIRST, OF_ROW)
-        scale_2 = _load_scales(factors_a, place, FIRST_2, OF_ROW_2)
-        of_b = _load_scales(factors_b, awaited, 0, OF_ROW)
+    if HAS_GROUPS:
+        place = step if ORDER.kept else stage
+        of_a = _load_scales(factors_a, place, FIRST, OF_ROW)
+        of_a_2 = _load_scales(factors_a, place, FIRST_2, OF_ROW_2)
+        of_b = _load_scales(factors_b, stage, 0, OF_ROW)
         of_b_2 = of_b
         if ORDER.extra:
-            of_b_2 = _load_scales(factors_b, awaited, _WAVE, OF_ROW_2)
-        stage = after
-        phase = phase_after
-    return acc, acc_2, stage, phase
+            of_b_2 = _load_scales(factors_b, stage, _WAVE, OF_ROW_2)
+        return of_a, of_b, of_a_2, of_b_2
+    else:
+        return 1.0, 1.0, 1.0, 1.0
 
 
 @gluon.jit
@@ -678,11 +817,11 @@ def _load_scales(factors, place, FIRST: gl.constexpr, OF_ROW: gl.constexpr):
 
 
 @gluon.jit
-def _add(acc, part, scale, HAS_SCALES: gl.constexpr):
+def _add(acc, part, scale, HAS_SCALES: gl.constexpr, IS_FIRST: gl.constexpr = False):
     """Here: LLVM would put it off behind the next product."""
     if HAS_SCALES:
         part *= gl.expand_dims(scale, 1)
-    return pin(acc + part)
+    return pin(part if IS_FIRST else acc + part)
 
 
 @gluon.jit
@@ -728,41 +867,51 @@ def _multiply(
     STAGES: gl.constexpr = b.shape[0]
     EVERY: gl.constexpr = 2 if ORDER.has_turns else 1
     BLOCK_N: gl.constexpr = ORDER.columns
-    _, num_columns, _, num_matrices, _, _ = shape
+    _, num_columns, _, _, _, _ = shape
+    FIRST: gl.constexpr = which % EVERY
+    HELD: gl.constexpr = ORDER.held
     stage = 0
     phase = 0
     narrow_turn = 0
-    for turn in range(which % EVERY, _num_rounds(shape, ORDER), EVERY):
-        matrix, row, end, n, split, first_step, end_step = _place(turn, shape, ORDER, 4)
-        own_row = row + _first_row(which, ORDER)
-        into = end if ORDER.num_experts else split * num_matrices + matrix
-        num_steps = end_step - first_step
+    held = _nothing_held(shape, ORDER)
+    place = _place(FIRST, shape, ORDER, 4)
+    for turn in range(FIRST, _num_rounds(shape, ORDER), EVERY):
+        num_steps = place[6] - place[5]
         if ORDER.has_turns:  # the other's steps have gone by
             stage = turn * num_steps % STAGES
             phase = turn * num_steps // STAGES % 2
             mbarrier.wait(turns.index(which), (turn // 2 + 1 - which) % 2)
-        if ORDER.has_narrow and n == num_columns // BLOCK_N:
+        if ORDER.has_narrow and place[3] == num_columns // BLOCK_N:
             if _is_transposed(ORDER):
                 if narrow_turn % 2 == which:
                     if narrow_turn > 0:  # the other's steps have gone by
                         mbarrier.wait(turns.index(which), (narrow_turn - 1) // 2 % 2)
                     _make_transposed_tile(
-                        narrow_ring, ends, scales, shape, strides, matrix, into, row, n * BLOCK_N,
-                        num_steps, stage, phase, which, _transposed_order(ORDER),
+                        narrow_ring, ends, scales, shape, strides, place, stage, phase, held,
+                        which, _transposed_order(ORDER),
                     )  # fmt: skip
                 narrow_turn += 1
                 phase = (phase + (stage + num_steps) // STAGES) % 2
                 stage = (stage + num_steps) % STAGES
             else:
                 stage, phase = _make_tile(
-                    ring, ends, scales, shape, strides, matrix, into, own_row, n, num_steps, stage,
-                    phase, which, _WAVE, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                    ring, ends, scales, shape, strides, place, stage, phase, held, which, _WAVE,
+                    HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )  # fmt: skip
+            place = _place(turn + EVERY, shape, ORDER, 4)
+        elif ORDER.held:
+            held, place, stage, phase = _make_held_tile(
+                ring, ends, scales, shape, strides, place, turn + EVERY, stage, phase, held, which,
+                HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+            )  # fmt: skip
         else:
             stage, phase = _make_tile(
-                ring, ends, scales, shape, strides, matrix, into, own_row, n, num_steps, stage,
-                phase, which, BLOCK_N, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
+                ring, ends, scales, shape, strides, place, stage, phase, held, which, BLOCK_N,
+                HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
+            place = _place(turn + EVERY, shape, ORDER, 4)
+    for number in gl.static_range(HELD):
+        _store_box_of_held(held, number, ends, which, ORDER)
     if ORDER.num_experts and which == 0:
         _clear_padding(ends, shape)
     tma.store_wait(0)
@@ -808,66 +957,99 @@ def _store_box(box, out_desc, into, row, column):
 
 
 @gluon.jit
-def _make_tile(
-    ring, ends, scales, shape, strides, matrix, into, row, n, num_steps, stage, phase,
-    which: gl.constexpr, COLUMNS: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
+def _load_ends(
+    scales, shape, strides, matrix, row, n, LAYOUT: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    HAS_COLUMN_SCALES: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
-    staged, of_columns, _, _ = ends
+    """What the end of a tile wants, under way while its products are made.
+
+    Scales of its rows, of the 64 rows after them, of its columns, and its bias.
+    """
     scale_a_ptr, scale_b_ptr, bias_ptr = scales
     num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
-    BLOCK_N: gl.constexpr = ORDER.columns
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    HAS_TWO: gl.constexpr = _has_two(ORDER)
-    HAS_BIAS: gl.constexpr = bias_ptr is not None
-    BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
-    OF_GROUP: gl.constexpr = of_columns.shape[0] // ORDER.groups
-    OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
-    # what the end of a tile wants is under way while its products are made
-    column = gl.minimum(n * BLOCK_N + gl.arange(0, BLOCK_N, layout=THREADS), num_columns - 1)
+    column = n * ORDER.columns + gl.arange(0, ORDER.columns, layout=THREADS)
+    column = gl.minimum(column, num_columns - 1)
+    scale_a = 1.0
+    scale_a_2 = 1.0
+    scale_b = 1.0
+    bias = 0.0
     if not HAS_GROUPS:
         of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
         scale_a = _load_of_rows(of_a, row, num_rows, a_row, LAYOUT)
         scale_a_2 = scale_a
-        if HAS_TWO:
+        if _has_two(ORDER):
             scale_a_2 = _load_of_rows(of_a, row + _WAVE, num_rows, a_row, LAYOUT)
         of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
         if HAS_COLUMN_SCALES:
             scale_b = gl.load(of_b + column.to(gl.int64) * b_column)
         else:
-            one = gl.load(of_b)
-            scale_a *= one
-            scale_a_2 *= one
-    if HAS_BIAS:
+            scale_b = gl.load(of_b)
+    if bias_ptr is not None:
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
+    return scale_a, scale_a_2, scale_b, bias
 
+
+@gluon.jit
+def _make_tile(
+    ring, ends, scales, shape, strides, place, stage, phase, held, which: gl.constexpr,
+    COLUMNS: gl.constexpr, HAS_GROUPS: gl.constexpr, HAS_COLUMN_SCALES: gl.constexpr,
+    IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
+    staged, of_columns, _, _ = ends
+    _, num_columns, _, _, _, _ = shape
+    _, _, bias_ptr = scales
+    matrix, row, _, n, _, first_step, end_step = place
+    row += _first_row(which, ORDER)
+    num_steps = end_step - first_step
+    BLOCK_N: gl.constexpr = ORDER.columns
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    HAS_TWO: gl.constexpr = _has_two(ORDER)
+    HAS_BIAS: gl.constexpr = bias_ptr is not None
+    BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
+    OF_GROUP: gl.constexpr = of_columns.shape[0] // ORDER.groups
+    OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
+    scale_a, scale_a_2, scale_b, bias = _load_ends(
+        scales, shape, strides, matrix, row, n, LAYOUT, HAS_GROUPS, HAS_COLUMN_SCALES, ORDER
+    )
     acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
     COLUMNS_2: gl.constexpr = COLUMNS if HAS_TWO else max(ORDER.extra, 8)
     LAYOUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS_2, 32])
     acc_2 = gl.zeros([_WAVE, COLUMNS_2], gl.float32, LAYOUT_2)
-    if (HAS_GROUPS or IS_EXACT) and not (HAS_TWO or ORDER.extra > 0):
+    if (HAS_GROUPS or IS_EXACT) and not _has_two_products(ORDER):
         acc, stage, phase = _sum_in_pairs(
             acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
-    elif HAS_GROUPS:
-        acc, acc_2, stage, phase = _sum_of_groups(
-            acc, acc_2, ring, num_steps, stage, phase, which, ORDER
+    elif (HAS_GROUPS or IS_EXACT) and COLUMNS == _WAVE:
+        acc, acc_2, stage, phase = _sum_of_narrow(
+            acc, acc_2, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
-    elif IS_EXACT:
+    elif HAS_GROUPS or IS_EXACT:
+        part, factors = _begin_in_registers(
+            acc, acc_2, ring, stage, phase, which, HAS_GROUPS, ORDER
+        )
         acc, acc_2, stage, phase = _sum_in_registers(
-            acc, acc_2, ring, num_steps, stage, phase, which, ORDER
-        )
+            part, factors, acc, acc_2, ring, num_steps, stage, phase, held, ends, which,
+            HAS_GROUPS, ORDER,
+        )  # fmt: skip
     else:
+        acc, acc_2 = _begin_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
         acc, acc_2, stage, phase = _sum_in_tensor_core(
-            acc, acc_2, ring, num_steps, stage, phase, which, ORDER
+            acc, acc_2, ring, num_steps, stage, phase, held, ends, which, ORDER
+        )
+        acc, acc_2, stage, phase = _end_in_tensor_core(
+            acc, acc_2, ring, stage, phase, which, ORDER
         )
 
+    into = _where_to(place, shape, ORDER)
     if not HAS_GROUPS:
         if HAS_COLUMN_SCALES:
             of_columns.index(which * OF_GROUP).store(scale_b)
+        else:
+            scale_a *= scale_b
+            scale_a_2 *= scale_b
         acc *= gl.expand_dims(scale_a, 1)
         if HAS_TWO:
             acc_2 *= gl.expand_dims(scale_a_2, 1)
@@ -893,9 +1075,163 @@ def _make_tile(
 
 
 @gluon.jit
+def _where_to(place, shape, ORDER: gl.constexpr):
+    """Which of out's matrices, or the end of an expert's rows."""
+    matrix, _, end, _, split, _, _ = place
+    _, _, _, num_matrices, _, _ = shape
+    return end if ORDER.num_experts else split * num_matrices + matrix
+
+
+@gluon.jit
+def _make_held_tile(
+    ring, ends, scales, shape, strides, place, next_turn, stage, phase, held,
+    which: gl.constexpr, HAS_GROUPS: gl.constexpr, HAS_COLUMN_SCALES: gl.constexpr,
+    IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """The same, scaled and rounded, but not stored; what was held before is, under its products.
+
+    Between the products of two tiles there is then little else. Also where the next tile is.
+    """
+    staged, of_columns, _, _ = ends
+    _, _, bias_ptr = scales
+    matrix, row, _, n, _, first_step, end_step = place
+    row += _first_row(which, ORDER)
+    num_steps = end_step - first_step
+    COLUMNS: gl.constexpr = ORDER.columns
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    OF_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    HAS_BIAS: gl.constexpr = bias_ptr is not None
+    OF_GROUP: gl.constexpr = of_columns.shape[0] // ORDER.groups
+    acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
+    acc_2 = acc
+    if HAS_GROUPS or IS_EXACT:
+        part, factors = _begin_in_registers(
+            acc, acc_2, ring, stage, phase, which, HAS_GROUPS, ORDER
+        )
+    else:
+        acc, acc_2 = _begin_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
+    place_after = _place(next_turn, shape, ORDER, 4)
+    scale_a, scale_a_2, scale_b, bias = _load_ends(
+        scales, shape, strides, matrix, row, n, LAYOUT, HAS_GROUPS, HAS_COLUMN_SCALES, ORDER
+    )
+    if HAS_GROUPS or IS_EXACT:
+        acc, acc_2, stage, phase = _sum_in_registers(
+            part, factors, acc, acc_2, ring, num_steps, stage, phase, held, ends, which,
+            HAS_GROUPS, ORDER,
+        )  # fmt: skip
+    else:
+        acc, acc_2, stage, phase = _sum_in_tensor_core(
+            acc, acc_2, ring, num_steps, stage, phase, held, ends, which, ORDER
+        )
+    if HAS_COLUMN_SCALES:  # loaded while the tensor core's last product is made
+        of_columns.index(which * OF_GROUP).store(scale_b)
+        scale_b = pin(of_columns.index(which * OF_GROUP).load(OF_COLUMN))
+    if not (HAS_GROUPS or IS_EXACT):
+        acc, acc_2, stage, phase = _end_in_tensor_core(
+            acc, acc_2, ring, stage, phase, which, ORDER
+        )
+    if HAS_BIAS:
+        of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
+        bias = of_columns.index(which * OF_GROUP + OF_GROUP - 1).load(OF_COLUMN)
+    of_ends = (scale_b, bias)
+    first = _pack(acc, scale_a, of_ends, staged.dtype, HAS_GROUPS, HAS_COLUMN_SCALES, HAS_BIAS)
+    second = first
+    if _has_two(ORDER):
+        second = _pack(
+            acc_2, scale_a_2, of_ends, staged.dtype, HAS_GROUPS, HAS_COLUMN_SCALES, HAS_BIAS
+        )
+    held = (first, second, _where_to(place, shape, ORDER), row, n * COLUMNS)
+    return held, place_after, stage, phase
+
+
+@gluon.jit
+def _pack(
+    acc, scale_a, of_ends, DTYPE: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    HAS_COLUMN_SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Scaled, with the bias, and rounded: two columns of 16 bits a register."""
+    scale_b, bias = of_ends
+    COLUMNS: gl.constexpr = acc.shape[1]
+    if not HAS_GROUPS:
+        if HAS_COLUMN_SCALES:
+            acc *= gl.expand_dims(scale_a, 1)
+            acc *= gl.expand_dims(scale_b, 0)
+        else:
+            acc *= gl.expand_dims(scale_a * scale_b, 1)
+    if HAS_BIAS:
+        acc += gl.expand_dims(bias, 0)
+    even, odd = acc.reshape([_WAVE, COLUMNS // 2, 2]).split()
+    TO: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
+    ASM: gl.constexpr = "cvt.rn." + TO + ".f32 $0, $2, $1;"
+    packed = gl.inline_asm_elementwise(
+        ASM, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.convert_layout(packed, _packed_layout(COLUMNS), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _packed_layout(columns):
+    """Of ``_pack``, as threads have what ``wgmma`` makes."""
+    of_pairs = [[0, 4 << bit] for bit in range((columns // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], *of_pairs],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns // 2],
+    )
+
+
+@gluon.jit
+def _nothing_held(shape, ORDER: gl.constexpr):
+    """Of no rows that there are, so that nothing is stored."""
+    num_rows, _, _, _, _, _ = shape
+    COLUMNS: gl.constexpr = ORDER.columns if ORDER.held else 8
+    nothing = gl.zeros([_WAVE, COLUMNS // 2], gl.int32, _packed_layout(COLUMNS))
+    return nothing, nothing, 0 * num_rows, num_rows, 0 * num_rows
+
+
+@gluon.jit
+def _store_box_of_held(
+    held, NUMBER: gl.constexpr, ends, WHICH: gl.constexpr, ORDER: gl.constexpr
+):
+    first, second, into, row, column = held
+    staged, _, out_desc, _ = ends
+    OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
+    BOXES: gl.constexpr = staged.shape[0] // 2
+    COUNT: gl.constexpr = 2 * first.shape[1] // OF_BOX  # of 64 rows
+    if NUMBER < COUNT:
+        part = _columns_of(first, NUMBER, OF_BOX // 2)
+    else:
+        part = _columns_of(second, NUMBER - COUNT, OF_BOX // 2)
+        row += _WAVE
+    tma.store_wait(BOXES - 1)  # what was staged there before has been read
+    box = staged.index(WHICH * BOXES + NUMBER % BOXES)
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(box.type.layout.swizzle_byte_width, 32, 2)
+    view_tile(box, gl.int32, [_WAVE, OF_BOX // 2], FLAT).store(part)
+    fence_async_shared()
+    _store_box(box, out_desc, into, row, column + NUMBER % COUNT * OF_BOX)
+
+
+@gluon.jit
+def _columns_of(x, NUMBER: gl.constexpr, WIDTH: gl.constexpr):
+    """As many, of registers."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    if COLUMNS == WIDTH:
+        return x
+    else:
+        HALF: gl.constexpr = COLUMNS // 2
+        left, right = x.reshape([_WAVE, 2, HALF]).permute([0, 2, 1]).split()
+        if NUMBER < HALF // WIDTH:
+            return _columns_of(left, NUMBER, WIDTH)
+        else:
+            return _columns_of(right, NUMBER - HALF // WIDTH, WIDTH)
+
+
+@gluon.jit
 def _make_transposed_tile(
-    ring, ends, scales, shape, strides, matrix, into, row, column, num_steps, stage, phase,
-    which: gl.constexpr, ORDER: gl.constexpr,
+    ring, ends, scales, shape, strides, place, stage, phase, held, which: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """256 rows of the last columns, by one warpgroup.
 
@@ -905,6 +1241,9 @@ def _make_transposed_tile(
     scale_a_ptr, scale_b_ptr, bias_ptr = scales
     num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
+    matrix, row, _, n, _, first_step, end_step = place
+    into = _where_to(place, shape, ORDER)
+    column = n * ORDER.columns  # as many as a wide tile has
     ROWS: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -923,7 +1262,11 @@ def _make_transposed_tile(
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + offs_n).to(gl.float32)
 
     acc = gl.zeros([_WAVE, ROWS], gl.float32, LAYOUT)
-    acc, _, _, _ = _sum_in_tensor_core(acc, acc, ring, num_steps, stage, phase, which, ORDER)
+    acc, acc_2 = _begin_in_tensor_core(acc, acc, ring, stage, phase, which, ORDER)
+    acc, acc_2, stage, phase = _sum_in_tensor_core(
+        acc, acc_2, ring, end_step - first_step, stage, phase, held, ends, which, ORDER
+    )
+    acc, acc_2, stage, phase = _end_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
     of_columns = (scale_b, bias)
     left, right = acc.reshape([_WAVE, 2, ROWS // 2]).permute([0, 2, 1]).split()
     part_0, part_1 = left.reshape([_WAVE, 2, _WAVE]).permute([0, 2, 1]).split()
@@ -1413,6 +1756,14 @@ def _call(
         ahead=0 if is_grouped or is_narrow else min(2, tiles.stages),
         # where a's rows are kept products take 1% longer with inverses
         divides=tiles.kept > 0 or of_class * tiles_n * tiles.num_splits >= _HUGE,
+        held=num_held(
+            tiles,
+            triton.cdiv(depth, 128),
+            bytes_of_value=out.element_size(),
+            is_narrow=is_narrow,
+            is_grouped=is_grouped,
+            sums_in_tensor_core=sums_in_tensor_core,
+        ),
     )
     # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)
@@ -1434,8 +1785,9 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     calls: list[tuple[str, int, int, int, dict[str, Any]]] = [
         ("fast", 4096, 4096, 7168, {}),
         ("fast-narrow", 4096, 2112, 7168, {}),
-        ("fast-turns", 4096, 24576, 512, {}),
-        ("fast-turns-fp32", 1024, 24576, 1536, {"dtype": fp32, "has_bias": True}),
+        ("fast-short", 4096, 24576, 512, {}),
+        ("fast-fp32", 1024, 24576, 1536, {"dtype": fp32, "has_bias": True}),
+        ("fast-turns", 2048, 7168, 2048, {}),
         ("fast", 16, 4096, 7168, {"a_dtype": torch.float8_e5m2, "dtype": fp16, "has_bias": True}),
         ("exact", 4096, 4096, 7168, {"is_exact": True, "has_bias": True}),
         ("exact", 128, 4096, 7168, {"is_exact": True, "dtype": fp16}),

@@ -44,10 +44,13 @@ _STEP_NS = {
     },
 }  # fmt: skip
 _FEW = Tiles(64, 64, 1, 0, is_few=True)
-_STEP_NS_IN_TURNS = 350  # of 128 x 128
-_STEP_NS_OF_EXPERTS = {  # of as many rows and 128 columns, where b is not read again by others
-    True: {64: 220, 128: _STEP_NS_IN_TURNS, 256: 660}, False: {64: 250, 128: 400, 256: 690},
-}  # fmt: skip
+_STEP_NS_OF_EXPERTS = {  # the same, where b is not read again by others
+    True: {(64, 128): 220, (128, 256): 660},
+    False: {(64, 128): 250, (128, 128): 400, (256, 128): 690},
+}
+_STEP_NS_IN_TURNS = 365  # of 128 x 128
+_END_NS_IN_TURNS = 2400  # under the other's products, if these take as long
+_END_NS_HELD = 550  # all of which is stored under the next tile's products
 
 
 @lru_cache(maxsize=4096)  # a choice takes the host up to 0.3 ms
@@ -90,12 +93,16 @@ def choose_tiles(
             )  # fmt: skip
             return float(triton.cdiv(steps, num_splits) * step_of_few + of_sum)
         of_narrow = 0.0  # rounds
-        if has_narrow(num_columns, tile, sums_in_tensor_core=sums_in_tensor_core):
+        is_narrow = has_narrow(num_columns, tile, sums_in_tensor_core=sums_in_tensor_core)
+        if is_narrow:
             count -= num_matrices * tiles_m
             num_narrow = num_matrices * triton.cdiv(num_rows, NARROW_ROWS)
             of_narrow = _narrow_rounds(num_narrow, int(-count % num_sms))
         count *= num_splits
-        of_step: float = _STEP_NS_IN_TURNS if tile.has_turns else step_ns[rows, columns]
+        if tile.has_turns:
+            of_steps = max(_STEP_NS_IN_TURNS, (_STEP_NS_IN_TURNS + _END_NS_IN_TURNS / steps) / 2)
+            return float(math.ceil(count / num_sms) * steps * of_steps + 1300)
+        of_step: float = step_ns[rows, columns]
         if tile.extra:  # a is read again, and they are added after the rest
             of_step += (55 if sums_in_tensor_core else 90) + 2.8 * tile.extra
         # or by what memory gives: with less of a beside b more of b is on its way
@@ -106,8 +113,10 @@ def choose_tiles(
         if left > 0:
             of_steps += max(of_step, left * of_b)
         of_end = 1500 if max(rows, columns) == 256 else 800
-        num_ends = 1 if tile.has_turns else math.ceil(count / num_sms)  # that nothing hides
-        of_ends = 500 + num_ends * of_end  # and the start of a warp that fetches
+        of_ends = 500 + of_end  # and the start of a warp that fetches
+        if num_held(tile, steps, is_narrow=is_narrow, sums_in_tensor_core=sums_in_tensor_core):
+            of_end = _END_NS_HELD
+        of_ends += (math.ceil(count / num_sms) - 1) * of_end
         return float(triton.cdiv(steps, num_splits) * of_steps + of_ends + of_sum)
 
     step_ns = _STEP_NS[sums_in_tensor_core]
@@ -121,7 +130,7 @@ def choose_tiles(
         tiles.append(_FEW._replace(rows=128))
     for rows, columns in step_ns:
         fewest = 1 if rows == 64 and columns <= 64 else 257 if columns == 256 else 65
-        if num_rows >= fewest and (columns < 256 or steps > 8):
+        if num_rows >= fewest and (columns < 256 or steps > 3):
             tile = Tiles(rows, columns, 1, 0, steps=_steps_of_stage(rows, sums_in_tensor_core))
             tiles += [tile._replace(num_splits=n) for n in (1, 2, 4, 8) if n <= most_splits]
             if rows == 128 and columns >= 128 and steps >= 16:
@@ -145,17 +154,17 @@ def choose_tiles(
 
 
 def choose_tiles_of_experts(rows_of_expert: int, *, sums_in_tensor_core: bool) -> Tiles:
-    """Tiles of 128 columns that take the least time, if the last of an expert's is half full."""
+    """Tiles that take the least time for 128 columns, if the last of an expert's is half full."""
 
-    def ns(rows: int) -> float:
-        return (rows_of_expert / rows + 0.5) * of_step[rows]
+    def ns(tile: tuple[int, int]) -> float:
+        rows, columns = tile
+        return (rows_of_expert / rows + 0.5) * of_step[tile] * 128 / columns
 
     of_step = _STEP_NS_OF_EXPERTS[sums_in_tensor_core]
-    rows = min(of_step, key=ns)
+    rows, columns = min(of_step, key=ns)
     of_k = _steps_of_stage(rows, sums_in_tensor_core)
-    stages = min(_most_stages(rows, 128, _SHARED_BYTES - 4096), 8) // of_k
-    has_turns = sums_in_tensor_core and rows == 128
-    return Tiles(rows, 128, 1, stages, has_turns=has_turns, steps=of_k)
+    stages = min(_most_stages(rows, columns, _SHARED_BYTES - 4096), 8) // of_k
+    return Tiles(rows, columns, 1, stages, steps=of_k)
 
 
 def _steps_of_stage(rows: int, sums_in_tensor_core: bool) -> int:
@@ -247,3 +256,25 @@ def num_boxes(
         used += steps * (tiles.rows + (128 if tiles.extra else 64)) * 4
     used += num_of_columns * 8 * tiles.columns
     return 2 if used + 2 * groups * 8192 <= _SHARED_BYTES else 1
+
+
+def num_held(
+    tiles: Tiles,
+    steps: int,  # of K
+    *,
+    bytes_of_value: int = 2,
+    is_narrow: bool,  # whether the last columns have tiles of their own
+    is_grouped: bool = False,  # whether experts share the rows out
+    sums_in_tensor_core: bool,
+) -> int:
+    """Boxes of a result that a warpgroup holds until the next tile's products, to store it there.
+
+    Of a large tile, whose end takes long; elsewhere registers are short, or nothing is gained. In
+    the tensor core each box has a step of its own.
+    """
+    is_plain = max(tiles.rows, tiles.columns) == 256 and tiles.num_splits == 1 and not is_narrow
+    if not is_plain or tiles.extra or bytes_of_value != 2:
+        return 0
+    if sums_in_tensor_core:
+        return 4 if steps >= 4 and not tiles.kept else 0
+    return 0 if is_grouped else 4
