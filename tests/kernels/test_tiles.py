@@ -431,7 +431,7 @@ def test_hopper_tiles_share_columns_out_where_another_round_is_saved(
 
 def test_an_inverse_of_24_bits_is_off_by_one_at_most_below_2_to_21():
     """By which units are found; a card's division may be off by two units in the last place."""
-    from kvkern.kernels.hopper.scaled_mm import _HUGE
+    from kvkern.kernels.hopper.scaled_mm_order import HUGE
 
     def error(largest):
         counts = torch.tensor([1, 2, 3, 7, 31, 132, 1000, 4095, 65_537, largest])
@@ -445,4 +445,4 @@ def test_an_inverse_of_24_bits_is_off_by_one_at_most_below_2_to_21():
             for ulps in (-2, -1, 0, 1, 2)
         )
 
-    assert error(_HUGE) <= 1 < error(8 * _HUGE)
+    assert error(HUGE) <= 1 < error(8 * HUGE)

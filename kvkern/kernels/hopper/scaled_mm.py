@@ -3,17 +3,18 @@
 A program takes every num_programs-th tile of ``out``, or part of K of one; where K is short, tiles
 next to each other, whose rows of a it keeps. One warp fetches steps of 128 of K by TMA into a ring
 of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time, or every other
-tile; one does it all, if there are 64. Where sums are exact, or scales change along K, the product
-of a step leaves the tensor core, whose accumulator keeps some 13 bits, and is added in fp32.
+tile; one does it all, if there are 64. They hold the result of a large tile until the next one's
+products are under way, so that the tensor core waits for little between tiles.
 Columns that are left have narrow tiles, done last, or each tile has a few of them beside its own.
-Rows of experts are cut into tiles that begin and end with them: every role finds whose a tile is,
-on the device. Few rows have a kernel of their own, ``scaled_mm_few``, tiles are chosen in
-``scaled_mm_tiles``; launches and repeats of both kernels are here.
+Rows of experts are cut into tiles that begin and end with them.
+
+Here are the roles, the kernel, and launches and repeats. Beside it: ``scaled_mm_tiles`` chooses
+tiles, ``scaled_mm_order`` says which one is whose, ``scaled_mm_sums`` adds products up,
+``scaled_mm_ends`` has the way out; few rows have a kernel of their own, ``scaled_mm_few``.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,26 +26,56 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.kernels.config import FP8_PRODUCT, KernelConfig, config_of_call, spills
 from kvkern.kernels.device import gpu_of
 from kvkern.kernels.hopper.compat import (
-    as_matrix,
     copy_values,
     load_tile,
     matrix_descriptor,
     slices_descriptor,
-    store_tile,
-    view_tile,
 )
-from kvkern.kernels.hopper.paging import fence_products, make_barriers, next_stage, pin
+from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
+from kvkern.kernels.hopper.scaled_mm_ends import (
+    clear_padding,
+    load_ends,
+    nothing_held,
+    pack,
+    store_box_of_held,
+    store_extra,
+    store_result,
+    store_transposed,
+)
 from kvkern.kernels.hopper.scaled_mm_few import BLOCK_K, OF_A_STEP, scaled_mm_few_kernel
-from kvkern.kernels.hopper.scaled_mm_tiles import (
+from kvkern.kernels.hopper.scaled_mm_order import (
+    HUGE,
     NARROW_ROWS,
+    WAVE,
+    Order,
+    first_extra_column,
+    first_row_of,
+    has_two,
+    has_two_products,
+    is_transposed,
+    num_rounds,
+    place_of_unit,
+    share_out,
+    transposed_order,
+    where_to,
+)
+from kvkern.kernels.hopper.scaled_mm_sums import (
+    begin_in_registers,
+    begin_in_tensor_core,
+    end_in_tensor_core,
+    narrow_operands,
+    sum_in_pairs,
+    sum_in_registers,
+    sum_in_tensor_core,
+    sum_of_narrow,
+)
+from kvkern.kernels.hopper.scaled_mm_tiles import (
     Tiles,
     choose_tiles,
     choose_tiles_of_experts,
@@ -58,221 +89,6 @@ from kvkern.kernels.launch import Descriptors, Launch, launch
 from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.sum_splits import SumAgain, launch_sum, new_partials
 from kvkern.warm_up import size_class
-
-_HUGE = 2**21  # units, from which on an inverse of 24 bits may be off by more than one
-_WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
-_NARROW_ROWS: gl.constexpr = gl.constexpr(NARROW_ROWS)
-
-
-class _Order(NamedTuple):
-    """Which tiles there are, and how they follow each other; all of it known when compiled."""
-
-    rows: int  # of a tile
-    columns: int
-    steps: int  # of 128 of K that a stage of the ring has
-    band: int  # row tiles that are done column after column
-    kept: int  # steps of a that stay while tiles have the same rows: all, or none
-    extra: int  # columns that a tile has beside its own, of those behind all tiles' own
-    has_narrow: bool  # the last column of tiles has 64 columns or fewer
-    has_splits: bool
-    has_matrices: bool
-    groups: int  # of warps that multiply
-    has_turns: bool  # a warpgroup makes every other tile alone
-    num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
-    adds_both: bool  # products of a pair before the next pair is begun
-    ahead: int  # stages that are asked for before all barriers are made and the warps have begun
-    divides: bool  # numbers of units as integers, not by an inverse
-    held: int  # boxes of a result that a warpgroup stores under the next tile's products, or 0
-
-
-@gluon.constexpr_function
-def _first_row(which, order):
-    """Of a warpgroup in a tile, whose rows are shared out if there are more than 64."""
-    return which * order.rows // 2 if order.rows > 64 and not order.has_turns else 0
-
-
-@gluon.constexpr_function
-def _has_two(order):
-    """Whether a warpgroup has twice the 64 rows that wgmma takes."""
-    return order.rows == (128 if order.has_turns else 256)
-
-
-@gluon.constexpr_function
-def _has_two_products(order):
-    """Of each step in a warpgroup."""
-    return order.rows == (128 if order.has_turns else 256) or order.extra > 0
-
-
-@gluon.jit
-def _over(number, count, ORDER: gl.constexpr):
-    """number // count, of neither that is negative.
-
-    By an inverse, which is the same from tile to tile where the count is, the two of a tile take
-    some 140 cycles less than as divisions of integers.
-    """
-    if ORDER.divides:
-        return number // count
-    else:
-        inverse = 1.0 / (count + 0 * number).to(gl.float32)
-        quotient = (number.to(gl.float32) * inverse).to(gl.int32)  # off by one, at most
-        rest = number - quotient * count
-        return quotient + (rest >= count).to(gl.int32) - (rest < 0).to(gl.int32)
-
-
-@gluon.jit
-def _tiles_n(num_columns, ORDER: gl.constexpr):
-    return gl.cdiv(num_columns, ORDER.columns + ORDER.extra)
-
-
-@gluon.jit
-def _first_extra(n, num_columns, ORDER: gl.constexpr):
-    """Of the columns that a tile has beside its own."""
-    return _tiles_n(num_columns, ORDER) * ORDER.columns + n * ORDER.extra
-
-
-@gluon.jit
-def _num_units(shape, ORDER: gl.constexpr):
-    num_rows, num_columns, _, num_matrices, num_splits, experts = shape
-    tiles_n = _tiles_n(num_columns, ORDER)
-    if ORDER.num_experts:
-        _, _, tiles_m = experts
-        return tiles_m * tiles_n
-    tiles_m = gl.cdiv(num_rows, ORDER.rows)
-    if ORDER.has_narrow:
-        return num_matrices * (tiles_m * (tiles_n - 1) + gl.cdiv(num_rows, _NARROW_ROWS))
-    else:
-        return num_matrices * (tiles_m * tiles_n) * num_splits
-
-
-@gluon.jit
-def _num_rounds(shape, ORDER: gl.constexpr):
-    """Units that this program has."""
-    num_units = _num_units(shape, ORDER)
-    if ORDER.kept:
-        return _first_of(gl.program_id(0) + 1, num_units) - _first_of(gl.program_id(0), num_units)
-    rounds = _over(num_units, gl.num_programs(0), ORDER)
-    return rounds + (_in_turn(rounds, ORDER) < num_units).to(gl.int32)
-
-
-@gluon.jit
-def _in_turn(turn, ORDER: gl.constexpr):
-    """With narrow tiles turns go to and fro: programs that get one get the next ones too."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    if ORDER.has_narrow:
-        program = gl.where(turn % 2 == 1, programs - 1 - program, program)
-    return turn * programs + program
-
-
-@gluon.jit
-def _first_of(program, num_units):
-    """Where a's rows are kept a program's units are next to each other."""
-    return (program.to(gl.int64) * num_units // gl.num_programs(0)).to(gl.int32)
-
-
-@gluon.jit
-def _share_out(row_offsets_ptr, num_rows, num_matrices, ORDER: gl.constexpr):
-    """What ``_place`` finds experts by: how many row tiles there are up to each, and in all."""
-    COUNT: gl.constexpr = ORDER.num_experts
-    LAYOUT: gl.constexpr = gl.BlockedLayout([COUNT // 128], [32], [4], [0])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    expert = gl.arange(0, COUNT, layout=LAYOUT)
-    start, end = _rows_of(expert, row_offsets_ptr, num_rows, num_matrices)
-    up_to = gl.associative_scan(gl.cdiv(end - start, ORDER.rows), 0, _sum)
-    tiles_up_to = gl.allocate_shared_memory(gl.int32, [COUNT], FLAT)
-    tiles_up_to.store(up_to)
-    return row_offsets_ptr, tiles_up_to, gl.max(up_to, 0)
-
-
-@gluon.constexpr_function
-def _layout_of_experts(count, num_warps):
-    """Each warp has all of them."""
-    return gl.SliceLayout(0, gl.BlockedLayout([1, count // 32], [1, 32], [num_warps, 1], [1, 0]))
-
-
-@gluon.jit
-def _sum(one, other):
-    return one + other
-
-
-@gluon.jit
-def _rows_of(expert, row_offsets_ptr, num_rows, num_matrices):
-    """The first and the one past the last; within a, whatever the offsets are."""
-    is_one = expert < num_matrices
-    start = gl.load(row_offsets_ptr + expert, mask=is_one, other=0)
-    end = gl.load(row_offsets_ptr + expert + 1, mask=is_one, other=0)
-    start = gl.maximum(gl.minimum(start, num_rows), 0)
-    return start, gl.maximum(gl.minimum(end, num_rows), start)
-
-
-@gluon.jit
-def _expert_of(row_tile, tiles_up_to, WARPS: gl.constexpr):
-    """Whose a tile of rows is, the first of its tiles and the one past its last."""
-    up_to = tiles_up_to.load(_layout_of_experts(tiles_up_to.shape[0], WARPS))
-    is_before = up_to <= row_tile
-    expert = gl.sum(is_before.to(gl.int32), 0)
-    first = gl.max(gl.where(is_before, up_to, 0), 0)
-    return expert, first, gl.min(gl.where(is_before, 2**30, up_to), 0)
-
-
-@gluon.jit
-def _place(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
-    """Matrix, first row, end of its rows, column tile, split and steps of a unit.
-
-    Bands of row tiles, each column after column, expert after expert. Narrow tiles, the last
-    column's, come after all others.
-    """
-    num_rows, num_columns, depth, num_matrices, num_splits, experts = shape
-    BAND: gl.constexpr = ORDER.band
-    tiles_m = gl.cdiv(num_rows, ORDER.rows)
-    num_wide = _tiles_n(num_columns, ORDER) - (1 if ORDER.has_narrow else 0)
-    if ORDER.kept:
-        tile = _first_of(gl.program_id(0), _num_units(shape, ORDER)) + turn
-    else:
-        tile = _in_turn(turn, ORDER)
-    split = 0 * turn
-    first_step = 0 * turn
-    end_step = gl.cdiv(depth, BLOCK_K)
-    if ORDER.has_splits:  # each begins with a stage
-        stages = gl.cdiv(end_step, ORDER.steps)
-        unit = tile
-        tile = _over(unit, num_splits, ORDER)
-        split = unit - tile * num_splits
-        first_step = _over(split * stages, num_splits, ORDER) * ORDER.steps
-        end_of_split = _over((split + 1) * stages, num_splits, ORDER) * ORDER.steps
-        end_step = gl.minimum(end_of_split, end_step)
-    in_matrix = tile
-    matrix = 0 * turn
-    if ORDER.has_matrices:
-        matrix = _over(tile, tiles_m * num_wide, ORDER)
-        in_matrix = tile - matrix * tiles_m * num_wide
-    if ORDER.num_experts:
-        row_offsets_ptr, tiles_up_to, _ = experts
-        matrix, before, up_to = _expert_of(_over(tile, num_wide, ORDER), tiles_up_to, WARPS)
-        in_matrix = tile - before * num_wide
-        tiles_m = up_to - before
-    band = _over(in_matrix, BAND * num_wide, ORDER)
-    in_band = in_matrix - band * BAND * num_wide
-    n = in_band // BAND
-    m = in_band % BAND
-    band_rows = tiles_m - band * BAND
-    if band_rows < BAND:
-        n = _over(in_band, gl.maximum(band_rows, 1), ORDER)
-        m = in_band - n * band_rows
-    m += band * BAND
-    row = m * ORDER.rows
-    if ORDER.has_narrow:
-        narrow = tile - num_matrices * tiles_m * num_wide
-        if narrow >= 0:
-            narrow_m = gl.cdiv(num_rows, _NARROW_ROWS)
-            matrix = _over(narrow, narrow_m, ORDER) if ORDER.has_matrices else 0 * turn
-            row = (narrow - matrix * narrow_m) * _NARROW_ROWS
-            n = num_wide
-    end = num_rows
-    if ORDER.num_experts:
-        start, end = _rows_of(matrix, row_offsets_ptr, num_rows, num_matrices)
-        row += start
-    return matrix, row, end, n, split, first_step, end_step
 
 
 @gluon.jit
@@ -296,7 +112,7 @@ def _load_stage(
         if not has_rows:
             load_tile(scale_a, [of_rows, step, first_row], bar, factors_a.index(place))
     if ORDER.extra:
-        at_extra = [matrix, _first_extra(n, num_columns, ORDER), k]
+        at_extra = [matrix, first_extra_column(n, num_columns, ORDER), k]
         load_tile(extra_desc, at_extra, bar, extra.index(stage))
 
 
@@ -310,8 +126,8 @@ def _load_narrow_stage(
     of_rows, matrix, first_row, n, _ = at
     bar = full.index(stage)
     k = step * BLOCK_K
-    columns, rows = _narrow_operands(a, b, ORDER)
-    columns = columns.index(stage).slice(0, _WAVE, dim=1)
+    columns, rows = narrow_operands(a, b, ORDER)
+    columns = columns.index(stage).slice(0, WAVE, dim=1)
     _load_boxes(b_desc, matrix, n * ORDER.columns, k, bar, columns)
     _load_boxes(a_desc, of_rows, first_row, k, bar, rows.index(stage))
     if IS_COLUMN_MAJOR:
@@ -335,7 +151,7 @@ def _fetch_stage(
     OF_SCALES: gl.constexpr = 4 * STEPS * ORDER.rows if IS_COLUMN_MAJOR else 0
     OF_A: gl.constexpr = descs[0].block_type.nbytes + OF_SCALES
     OF_B: gl.constexpr = (ORDER.columns + ORDER.extra) * STEPS * BLOCK_K
-    OF_NARROW: gl.constexpr = (_NARROW_ROWS + _WAVE) * BLOCK_K + OF_SCALES
+    OF_NARROW: gl.constexpr = (NARROW_ROWS + WAVE) * BLOCK_K + OF_SCALES
     mbarrier.wait(empty.index(stage), phase)
     bar = full.index(stage)
     if HAS_GROUPS:  # before this warp arrives at the barrier; the next's are on their way
@@ -385,8 +201,8 @@ def _fetch(
     phase = 1
     matrix_before = -1
     row_before = -1
-    for turn in range(_num_rounds(shape, ORDER)):
-        matrix, first_row, _, n, _, first_step, end_step = _place(turn, shape, ORDER, 1)
+    for turn in range(num_rounds(shape, ORDER)):
+        matrix, first_row, _, n, _, first_step, end_step = place_of_unit(turn, shape, ORDER, 1)
         of_rows = matrix  # which of a's matrices
         if ORDER.num_experts:
             of_rows = 0 * matrix
@@ -403,11 +219,11 @@ def _fetch(
             of_a += (first_step + step_of_a).to(gl.int64) * a_group
             of_a += row.to(gl.int64) * a_row
         if HAS_GROUPS:  # those of b with a copy for each row of a warpgroup
-            number = gl.arange(0, factors_b.shape[1], layout=LANES) // _WAVE
+            number = gl.arange(0, factors_b.shape[1], layout=LANES) // WAVE
             step_of_b = number if ORDER.extra == 0 else 0 * number
             column = n * ORDER.columns
             if ORDER.extra:
-                first_extra = gl.minimum(_first_extra(n, num_columns, ORDER), num_columns - 1)
+                first_extra = gl.minimum(first_extra_column(n, num_columns, ORDER), num_columns - 1)
                 column = gl.where(number == 0, column, first_extra)
             of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
             of_b += (column // 128).to(gl.int64) * b_column
@@ -440,417 +256,6 @@ def _load_boxes(desc, matrix, row, k, bar, tile):
         load_tile(desc, [matrix, row + part * BOX, k], bar, tile.slice(part * BOX, BOX, dim=1))
 
 
-@gluon.constexpr_function
-def _is_transposed(order):
-    """Whether narrow tiles are: b's columns are then the 64 rows that wgmma takes."""
-    return order.has_narrow and order.rows == 128
-
-
-@gluon.jit
-def _narrow_operands(a, b, ORDER: gl.constexpr):
-    """Where stages have b's columns and rows of a for a narrow tile."""
-    if _is_transposed(ORDER):
-        return view_tile(a, b.dtype, a.shape, b.layout), view_tile(b, a.dtype, b.shape, a.layout)
-    else:
-        return b, a
-
-
-@gluon.constexpr_function
-def _transposed_order(order):
-    """Of narrow tiles that one warpgroup makes while the other goes on."""
-    return _Order(*order)._replace(rows=_WAVE.value, columns=_NARROW_ROWS.value, groups=1)
-
-
-@gluon.constexpr_function
-def _makes_transposed(order):
-    """Whether the order is ``_transposed_order``'s: stages are let go of for the other as well."""
-    return order.has_narrow and order.rows == 64
-
-
-@gluon.jit
-def _begin_in_tensor_core(acc, acc_2, ring, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr):
-    """The first step's product, under way, or two of them."""
-    _, _, _, _, _, full, _, _ = ring
-    mbarrier.wait(full.index(stage), phase)
-    rows, columns = _operands(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
-    acc = warpgroup_mma(rows, columns, acc, use_acc=False, is_async=True)
-    if _has_two_products(ORDER):
-        rows, columns = _operands(ring, 0, stage, acc_2.shape[1], WHICH, 1, ORDER)
-        acc_2 = warpgroup_mma(rows, columns, acc_2, use_acc=False, is_async=True)
-    return _wait_for_older(acc, acc_2, ORDER)
-
-
-@gluon.jit
-def _wait_for_older(acc, acc_2, ORDER: gl.constexpr):
-    """Products than those of the last step."""
-    if _has_two_products(ORDER):
-        acc, acc_2 = warpgroup_mma_wait(2, deps=(acc, acc_2))
-    else:
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-    return acc, acc_2
-
-
-@gluon.jit
-def _sum_in_tensor_core(
-    acc, acc_2, ring, num_steps, stage, phase, held, ends, WHICH: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    """The products of the other steps, the last under way; what is held is stored under the first."""
-    BOXES: gl.constexpr = ORDER.held
-    for number in gl.static_range(BOXES):
-        _store_box_of_held(held, number, ends, WHICH, ORDER)
-        if number + 1 < BOXES:
-            acc, acc_2, stage, phase = _go_on_in_tensor_core(
-                acc, acc_2, ring, number + 1, stage, phase, WHICH, ORDER
-            )
-    for step in range(max(BOXES, 1), num_steps):
-        acc, acc_2, stage, phase = _go_on_in_tensor_core(
-            acc, acc_2, ring, step, stage, phase, WHICH, ORDER
-        )
-    return acc, acc_2, stage, phase
-
-
-@gluon.jit
-def _end_in_tensor_core(
-    acc, acc_2, ring, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
-):
-    """The last step, whose stage is given, is made and let go."""
-    _, b, _, _, _, _, empty, turns = ring
-    STAGES: gl.constexpr = b.shape[0]
-    ARRIVALS: gl.constexpr = 2 if _makes_transposed(ORDER) else 1
-    if ORDER.has_turns or _makes_transposed(ORDER):
-        mbarrier.arrive(turns.index(1 - WHICH), count=1)
-    if _has_two_products(ORDER):
-        acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
-    else:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(stage), count=ARRIVALS)
-    stage, phase = next_stage(stage, phase, STAGES)
-    return acc, acc_2, stage, phase
-
-
-@gluon.jit
-def _go_on_in_tensor_core(
-    acc, acc_2, ring, step, stage, phase, WHICH: gl.constexpr, ORDER: gl.constexpr
-):
-    """A step's product, under way; the step before, whose stage is given, is let go."""
-    _, b, _, _, _, full, empty, _ = ring
-    STAGES: gl.constexpr = b.shape[0]
-    ARRIVALS: gl.constexpr = 2 if _makes_transposed(ORDER) else 1
-    after, phase = next_stage(stage, phase, STAGES)
-    mbarrier.wait(full.index(after), phase)
-    rows, columns = _operands(ring, step, after, acc.shape[1], WHICH, 0, ORDER)
-    acc = warpgroup_mma(rows, columns, acc, is_async=True)
-    if _has_two_products(ORDER):
-        rows, columns = _operands(ring, step, after, acc_2.shape[1], WHICH, 1, ORDER)
-        acc_2 = warpgroup_mma(rows, columns, acc_2, is_async=True)
-    acc, acc_2 = _wait_for_older(acc, acc_2, ORDER)
-    mbarrier.arrive(empty.index(stage), count=ARRIVALS)
-    return acc, acc_2, after, phase
-
-
-@gluon.jit
-def _begin_in_registers(
-    acc, acc_2, ring, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    """The first step's first product, under way, and that step's scales."""
-    _, _, _, _, _, full, _, _ = ring
-    mbarrier.wait(full.index(stage), phase)
-    factors = _scales_of_step(acc, acc_2, ring, 0, stage, WHICH, HAS_GROUPS, ORDER)
-    rows, columns = _operands(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
-    return _begin(rows, columns), factors
-
-
-@gluon.jit
-def _sum_in_registers(
-    part, factors, acc, acc_2, ring, num_steps, stage, phase, held, ends, WHICH: gl.constexpr,
-    HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """The two products of each step, times their scales if it has any, added in fp32.
-
-    Registers allow a warpgroup one product at a time, and two keep the tensor core busy if little
-    lies between products: so the next step is awaited under the last product of a step, and its
-    scales, loaded before its first product, are multiplied after that. What is held is stored under
-    the first step's products, as long as there are no sums.
-    """
-    acc, acc_2, factors, stage, phase = _end_step_in_registers(
-        part, factors, acc, acc_2, ring, 0, num_steps, stage, phase, held, ends, WHICH,
-        HAS_GROUPS, True, ORDER,
-    )  # fmt: skip
-    for step in range(1, num_steps):
-        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
-        part = _begin(rows, columns)
-        acc, acc_2, factors, stage, phase = _end_step_in_registers(
-            part, factors, acc, acc_2, ring, step, num_steps, stage, phase, held, ends, WHICH,
-            HAS_GROUPS, False, ORDER,
-        )  # fmt: skip
-    return acc, acc_2, stage, phase
-
-
-@gluon.jit
-def _end_step_in_registers(
-    part, factors, acc, acc_2, ring, step, num_steps, stage, phase, held, ends,
-    WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    IS_FIRST: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    """After its first product has begun; the next one's scales come back."""
-    _, b, _, _, _, full, empty, _ = ring
-    STAGES: gl.constexpr = b.shape[0]
-    BOXES: gl.constexpr = ORDER.held if IS_FIRST else 0
-    of_a, of_b, of_a_2, of_b_2 = factors
-    COLUMNS: gl.constexpr = acc.shape[1]
-    for number in gl.static_range(BOXES // 2):
-        _store_box_of_held(held, number, ends, WHICH, ORDER)
-    fence_products(num_steps)
-    part = warpgroup_mma_wait(0, deps=(part,))
-    acc = _add(acc, part, pin(of_a) * of_b if HAS_GROUPS else 1.0, HAS_GROUPS, IS_FIRST)
-    fence_products(num_steps)
-    rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, 1, ORDER)
-    part_2 = _begin(rows, columns)
-    for number in gl.static_range(BOXES // 2, BOXES):
-        _store_box_of_held(held, number, ends, WHICH, ORDER)
-    after, phase_after = next_stage(stage, phase, STAGES)
-    is_last = step + 1 == num_steps
-    awaited = gl.where(is_last, stage, after)  # the next tile's is for the next tile to await
-    mbarrier.wait(full.index(awaited), gl.where(is_last, phase, phase_after))
-    part_2 = warpgroup_mma_wait(0, deps=(part_2,))
-    mbarrier.arrive(empty.index(stage), count=1)
-    acc_2 = _add(acc_2, part_2, pin(of_a_2) * of_b_2 if HAS_GROUPS else 1.0, HAS_GROUPS, IS_FIRST)
-    factors = _scales_of_step(
-        acc, acc_2, ring, gl.where(is_last, step, step + 1), awaited, WHICH, HAS_GROUPS, ORDER
-    )
-    return acc, acc_2, factors, after, phase_after
-
-
-@gluon.jit
-def _sum_of_narrow(
-    acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    """The same of 64 columns, where registers allow one product to be made under another's sum.
-
-    ptxas lets products overlap only if there are two ways to end, as of ``_sum_in_pairs``.
-    """
-    _, b, _, _, _, full, empty, _ = ring
-    STAGES: gl.constexpr = b.shape[0]
-    mbarrier.wait(full.index(stage), phase)
-    scale, scale_2 = _products_of_scales(acc, acc_2, ring, 0, stage, WHICH, HAS_GROUPS, ORDER)
-    rows, columns = _operands(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
-    part = _begin(rows, columns)
-    part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
-    for step in range(num_steps - 1):
-        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 1, ORDER)
-        part_2 = _begin(rows, columns)
-        part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        acc = _add(acc, part, scale, HAS_GROUPS)
-        after, phase_after = next_stage(stage, phase, STAGES)
-        mbarrier.wait(full.index(after), phase_after)
-        rows, columns = _operands(ring, step + 1, after, acc.shape[1], WHICH, 0, ORDER)
-        part = _begin(rows, columns)
-        part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc_2 = _add(acc_2, part_2, scale_2, HAS_GROUPS)
-        scale, scale_2 = _products_of_scales(
-            acc, acc_2, ring, step + 1, after, WHICH, HAS_GROUPS, ORDER
-        )
-        stage = after
-        phase = phase_after
-    if stage < STAGES:  # always
-        rows, columns = _operands(ring, num_steps - 1, stage, acc.shape[1], WHICH, 1, ORDER)
-        part_2 = _begin(rows, columns)
-        part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        acc = _add(acc, part, scale, HAS_GROUPS)
-        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc_2 = _add(acc_2, part_2, scale_2, HAS_GROUPS)
-    else:
-        part = warpgroup_mma_wait(0, deps=(part,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc = _add(acc, part, scale, HAS_GROUPS)
-    stage, phase = next_stage(stage, phase, STAGES)
-    return acc, acc_2, stage, phase
-
-
-@gluon.jit
-def _products_of_scales(
-    acc, acc_2, ring, step, stage, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    of_a, of_b, of_a_2, of_b_2 = _scales_of_step(
-        acc, acc_2, ring, step, stage, WHICH, HAS_GROUPS, ORDER
-    )
-    return of_a * of_b, of_a_2 * of_b_2
-
-
-@gluon.jit
-def _scales_of_step(
-    acc, acc_2, ring, step, stage, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    """Of a's rows and b's columns of its first product, and of its second."""
-    _, _, _, factors_a, factors_b, _, _, _ = ring
-    OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    OF_ROW_2: gl.constexpr = gl.SliceLayout(1, acc_2.type.layout)
-    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
-    FIRST_2: gl.constexpr = FIRST if ORDER.extra else FIRST + _WAVE
-    if HAS_GROUPS:
-        place = step if ORDER.kept else stage
-        of_a = _load_scales(factors_a, place, FIRST, OF_ROW)
-        of_a_2 = _load_scales(factors_a, place, FIRST_2, OF_ROW_2)
-        of_b = _load_scales(factors_b, stage, 0, OF_ROW)
-        of_b_2 = of_b
-        if ORDER.extra:
-            of_b_2 = _load_scales(factors_b, stage, _WAVE, OF_ROW_2)
-        return of_a, of_b, of_a_2, of_b_2
-    else:
-        return 1.0, 1.0, 1.0, 1.0
-
-
-@gluon.jit
-def _sum_in_pairs(
-    acc, ring, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    """The same of once 64 rows, with scales or without: one is added while the next is made.
-
-    Where K is short, both of a pair before the next pair is begun. A stage has both steps of a
-    pair, or one. ptxas lets products overlap only if there are two ways to end; a last step alone
-    is the second.
-    """
-    _, b, _, _, _, _, empty, _ = ring
-    STAGES: gl.constexpr = b.shape[0]
-    SECOND: gl.constexpr = ORDER.steps - 1  # its number in its stage
-    part, scale = _begin_step(acc, ring, stage, phase, 0, 0, WHICH, HAS_GROUPS, ORDER)
-    part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
-    for pair in range((num_steps - 1) // 2):
-        stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
-        part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, 2 * pair + 1, SECOND, WHICH, HAS_GROUPS, ORDER
-        )
-        part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        if SECOND == 0:
-            mbarrier.arrive(empty.index(stage), count=1)
-        acc = _add(acc, part, scale, HAS_GROUPS)
-        if ORDER.adds_both:
-            part_2 = warpgroup_mma_wait(0, deps=(part_2,))
-            mbarrier.arrive(empty.index(stage_2), count=1)
-            acc = _add(acc, part_2, scale_2, HAS_GROUPS)
-        stage, phase = next_stage(stage_2, phase_2, STAGES)
-        part, scale = _begin_step(
-            acc, ring, stage, phase, 2 * pair + 2, 0, WHICH, HAS_GROUPS, ORDER
-        )
-        if ORDER.adds_both:
-            part = warpgroup_mma_wait(1, deps=(part,))
-        else:
-            part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
-            mbarrier.arrive(empty.index(stage_2), count=1)
-            acc = _add(acc, part_2, scale_2, HAS_GROUPS)
-    if num_steps % 2 == 0:
-        stage_2, phase_2 = _second_of_pair(stage, phase, STAGES, ORDER)
-        part_2, scale_2 = _begin_step(
-            acc, ring, stage_2, phase_2, num_steps - 1, SECOND, WHICH, HAS_GROUPS, ORDER
-        )
-        part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
-        if SECOND == 0:
-            mbarrier.arrive(empty.index(stage), count=1)
-        acc = _add(acc, part, scale, HAS_GROUPS)
-        stage, phase = next_stage(stage_2, phase_2, STAGES)
-        part_2 = warpgroup_mma_wait(0, deps=(part_2,))
-        mbarrier.arrive(empty.index(stage_2), count=1)
-        acc = _add(acc, part_2, scale_2, HAS_GROUPS)
-    else:
-        part = warpgroup_mma_wait(0, deps=(part,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc = _add(acc, part, scale, HAS_GROUPS)
-        stage, phase = next_stage(stage, phase, STAGES)
-    return acc, stage, phase
-
-
-@gluon.jit
-def _second_of_pair(stage, phase, STAGES: gl.constexpr, ORDER: gl.constexpr):
-    """Where in the ring it is."""
-    if ORDER.steps == 2:
-        return stage, phase
-    else:
-        return next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def _begin_step(
-    acc, ring, stage, phase, step,
-    NUMBER: gl.constexpr,  # in its stage
-    WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """A step's product for what ``acc`` sums, under way, and its scales if it has any."""
-    _, _, _, factors_a, factors_b, full, _, _ = ring
-    OF_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
-    place = step if ORDER.kept else stage
-    if NUMBER == 0:
-        mbarrier.wait(full.index(stage), phase)
-    scale = 1.0
-    if HAS_GROUPS:
-        scale = _load_scales(factors_a, place, NUMBER * ORDER.rows + FIRST, OF_ROW)
-        scale *= _load_scales(factors_b, stage, NUMBER * _WAVE, OF_ROW)
-    rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
-    if ORDER.steps == 2:
-        rows = rows.slice(NUMBER * BLOCK_K, BLOCK_K, dim=1)
-        columns = columns.slice(NUMBER * BLOCK_K, BLOCK_K, dim=0)
-    return _begin(rows, columns), scale
-
-
-@gluon.constexpr_function
-def _size_of(shape):
-    return math.prod(shape)
-
-
-@gluon.jit
-def _load_scales(factors, place, FIRST: gl.constexpr, OF_ROW: gl.constexpr):
-    """Of 64 rows; loaded here."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_place = factors.index(place)
-    COUNT: gl.constexpr = _size_of(of_place.shape)
-    flat = view_tile(of_place, gl.float32, [COUNT], FLAT)
-    return pin(flat.slice(FIRST, _WAVE).load(OF_ROW))
-
-
-@gluon.jit
-def _add(acc, part, scale, HAS_SCALES: gl.constexpr, IS_FIRST: gl.constexpr = False):
-    """Here: LLVM would put it off behind the next product."""
-    if HAS_SCALES:
-        part *= gl.expand_dims(scale, 1)
-    return pin(part if IS_FIRST else acc + part)
-
-
-@gluon.jit
-def _begin(rows, columns):
-    """A product of 64 rows and a step, under way."""
-    COLUMNS: gl.constexpr = columns.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    zero = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
-    return warpgroup_mma(rows, columns, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _operands(
-    ring, step, stage, COLUMNS: gl.constexpr, WHICH: gl.constexpr,
-    NUMBER: gl.constexpr,  # which of the products of the step
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    """64 rows of a and columns of b, as wgmma takes them."""
-    a, b, extra, _, _, _, _, _ = ring
-    FIRST: gl.constexpr = _first_row(WHICH, ORDER)
-    rows = as_matrix(a.index(step if ORDER.kept else stage))
-    if NUMBER == 1 and ORDER.extra:
-        columns = as_matrix(extra.index(stage)).permute((1, 0))
-        return rows.slice(FIRST, _WAVE, dim=0), columns
-    else:
-        columns = as_matrix(b.index(stage)).slice(0, COLUMNS, dim=0).permute((1, 0))
-        return rows.slice(FIRST + NUMBER * _WAVE, _WAVE, dim=0), columns
-
-
 @gluon.jit
 def _multiply(
     which: gl.constexpr, ring, ends, scales, shape, strides, HAS_GROUPS: gl.constexpr,
@@ -862,7 +267,7 @@ def _multiply(
     while the other stores; the first product of a tile is begun when the last of the other's is.
     """
     a, b, extra, factors_a, factors_b, full, empty, turns = ring
-    columns, rows = _narrow_operands(a, b, ORDER)
+    columns, rows = narrow_operands(a, b, ORDER)
     narrow_ring = (columns, rows, extra, factors_a, factors_b, full, empty, turns)
     STAGES: gl.constexpr = b.shape[0]
     EVERY: gl.constexpr = 2 if ORDER.has_turns else 1
@@ -873,32 +278,32 @@ def _multiply(
     stage = 0
     phase = 0
     narrow_turn = 0
-    held = _nothing_held(shape, ORDER)
-    place = _place(FIRST, shape, ORDER, 4)
-    for turn in range(FIRST, _num_rounds(shape, ORDER), EVERY):
+    held = nothing_held(shape, ORDER)
+    place = place_of_unit(FIRST, shape, ORDER, 4)
+    for turn in range(FIRST, num_rounds(shape, ORDER), EVERY):
         num_steps = place[6] - place[5]
         if ORDER.has_turns:  # the other's steps have gone by
             stage = turn * num_steps % STAGES
             phase = turn * num_steps // STAGES % 2
             mbarrier.wait(turns.index(which), (turn // 2 + 1 - which) % 2)
         if ORDER.has_narrow and place[3] == num_columns // BLOCK_N:
-            if _is_transposed(ORDER):
+            if is_transposed(ORDER):
                 if narrow_turn % 2 == which:
                     if narrow_turn > 0:  # the other's steps have gone by
                         mbarrier.wait(turns.index(which), (narrow_turn - 1) // 2 % 2)
                     _make_transposed_tile(
                         narrow_ring, ends, scales, shape, strides, place, stage, phase, held,
-                        which, _transposed_order(ORDER),
+                        which, transposed_order(ORDER),
                     )  # fmt: skip
                 narrow_turn += 1
                 phase = (phase + (stage + num_steps) // STAGES) % 2
                 stage = (stage + num_steps) % STAGES
             else:
                 stage, phase = _make_tile(
-                    ring, ends, scales, shape, strides, place, stage, phase, held, which, _WAVE,
+                    ring, ends, scales, shape, strides, place, stage, phase, held, which, WAVE,
                     HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )  # fmt: skip
-            place = _place(turn + EVERY, shape, ORDER, 4)
+            place = place_of_unit(turn + EVERY, shape, ORDER, 4)
         elif ORDER.held:
             held, place, stage, phase = _make_held_tile(
                 ring, ends, scales, shape, strides, place, turn + EVERY, stage, phase, held, which,
@@ -909,86 +314,12 @@ def _multiply(
                 ring, ends, scales, shape, strides, place, stage, phase, held, which, BLOCK_N,
                 HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
-            place = _place(turn + EVERY, shape, ORDER, 4)
+            place = place_of_unit(turn + EVERY, shape, ORDER, 4)
     for number in gl.static_range(HELD):
-        _store_box_of_held(held, number, ends, which, ORDER)
+        store_box_of_held(held, number, ends, which, ORDER)
     if ORDER.num_experts and which == 0:
-        _clear_padding(ends, shape)
+        clear_padding(ends, shape)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _clear_padding(ends, shape):
-    """Zeros into rows past the last expert's."""
-    staged, _, out_desc, _ = ends
-    num_rows, num_columns, _, num_matrices, _, experts = shape
-    row_offsets_ptr, _, _ = experts
-    COLUMNS: gl.constexpr = staged.shape[len(staged.shape) - 1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    first_row = gl.maximum(gl.load(row_offsets_ptr + num_matrices), 0)
-    if first_row < num_rows:
-        box = staged.index(0)
-        tma.store_wait(0)  # what was staged there before has been read
-        _stage(gl.zeros([_WAVE, COLUMNS], box.dtype, LAYOUT), box)
-        tiles_n = gl.cdiv(num_columns, COLUMNS)
-        num_boxes = gl.cdiv(num_rows - first_row, _WAVE) * tiles_n
-        for number in range(gl.program_id(0), num_boxes, gl.num_programs(0)):
-            row = first_row + number // tiles_n * _WAVE
-            _store_box(box, out_desc, num_rows, row, number % tiles_n * COLUMNS)
-
-
-@gluon.jit
-def _stage(x, box):
-    """Store to shared memory, where the TMA sees it."""
-    RANK: gl.constexpr = len(box.shape)
-    SWIZZLE: gl.constexpr = box.type.layout.swizzle_byte_width
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, box.dtype.primitive_bitwidth, 2)
-    view_tile(box, box.dtype, [box.shape[RANK - 2], box.shape[RANK - 1]], FLAT).store(x)
-    fence_async_shared()
-
-
-@gluon.jit
-def _store_box(box, out_desc, into, row, column):
-    """Into a matrix of out, or, of rows that are shared out, up to where an expert's end."""
-    if len(out_desc.block_type.shape) == 4:
-        store_tile(out_desc, [2**30, into, 2**30 - into + row, column], box)
-    else:
-        store_tile(out_desc, [into, row, column], box)
-
-
-@gluon.jit
-def _load_ends(
-    scales, shape, strides, matrix, row, n, LAYOUT: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    HAS_COLUMN_SCALES: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """What the end of a tile wants, under way while its products are made.
-
-    Scales of its rows, of the 64 rows after them, of its columns, and its bias.
-    """
-    scale_a_ptr, scale_b_ptr, bias_ptr = scales
-    num_rows, num_columns, _, _, _, _ = shape
-    a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
-    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    column = n * ORDER.columns + gl.arange(0, ORDER.columns, layout=THREADS)
-    column = gl.minimum(column, num_columns - 1)
-    scale_a = 1.0
-    scale_a_2 = 1.0
-    scale_b = 1.0
-    bias = 0.0
-    if not HAS_GROUPS:
-        of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
-        scale_a = _load_of_rows(of_a, row, num_rows, a_row, LAYOUT)
-        scale_a_2 = scale_a
-        if _has_two(ORDER):
-            scale_a_2 = _load_of_rows(of_a, row + _WAVE, num_rows, a_row, LAYOUT)
-        of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
-        if HAS_COLUMN_SCALES:
-            scale_b = gl.load(of_b + column.to(gl.int64) * b_column)
-        else:
-            scale_b = gl.load(of_b)
-    if bias_ptr is not None:
-        bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + column).to(gl.float32)
-    return scale_a, scale_a_2, scale_b, bias
 
 
 @gluon.jit
@@ -1002,48 +333,44 @@ def _make_tile(
     _, num_columns, _, _, _, _ = shape
     _, _, bias_ptr = scales
     matrix, row, _, n, _, first_step, end_step = place
-    row += _first_row(which, ORDER)
+    row += first_row_of(which, ORDER)
     num_steps = end_step - first_step
     BLOCK_N: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    HAS_TWO: gl.constexpr = _has_two(ORDER)
+    HAS_TWO: gl.constexpr = has_two(ORDER)
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
     OF_GROUP: gl.constexpr = of_columns.shape[0] // ORDER.groups
     OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
-    scale_a, scale_a_2, scale_b, bias = _load_ends(
+    scale_a, scale_a_2, scale_b, bias = load_ends(
         scales, shape, strides, matrix, row, n, LAYOUT, HAS_GROUPS, HAS_COLUMN_SCALES, ORDER
     )
-    acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
+    acc = gl.zeros([WAVE, COLUMNS], gl.float32, LAYOUT)
     COLUMNS_2: gl.constexpr = COLUMNS if HAS_TWO else max(ORDER.extra, 8)
     LAYOUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS_2, 32])
-    acc_2 = gl.zeros([_WAVE, COLUMNS_2], gl.float32, LAYOUT_2)
-    if (HAS_GROUPS or IS_EXACT) and not _has_two_products(ORDER):
-        acc, stage, phase = _sum_in_pairs(
+    acc_2 = gl.zeros([WAVE, COLUMNS_2], gl.float32, LAYOUT_2)
+    if (HAS_GROUPS or IS_EXACT) and not has_two_products(ORDER):
+        acc, stage, phase = sum_in_pairs(
             acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
-    elif (HAS_GROUPS or IS_EXACT) and COLUMNS == _WAVE:
-        acc, acc_2, stage, phase = _sum_of_narrow(
+    elif (HAS_GROUPS or IS_EXACT) and COLUMNS == WAVE:
+        acc, acc_2, stage, phase = sum_of_narrow(
             acc, acc_2, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
     elif HAS_GROUPS or IS_EXACT:
-        part, factors = _begin_in_registers(
-            acc, acc_2, ring, stage, phase, which, HAS_GROUPS, ORDER
-        )
-        acc, acc_2, stage, phase = _sum_in_registers(
+        part, factors = begin_in_registers(acc, acc_2, ring, stage, phase, which, HAS_GROUPS, ORDER)
+        acc, acc_2, stage, phase = sum_in_registers(
             part, factors, acc, acc_2, ring, num_steps, stage, phase, held, ends, which,
             HAS_GROUPS, ORDER,
         )  # fmt: skip
     else:
-        acc, acc_2 = _begin_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
-        acc, acc_2, stage, phase = _sum_in_tensor_core(
+        acc, acc_2 = begin_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
+        acc, acc_2, stage, phase = sum_in_tensor_core(
             acc, acc_2, ring, num_steps, stage, phase, held, ends, which, ORDER
         )
-        acc, acc_2, stage, phase = _end_in_tensor_core(
-            acc, acc_2, ring, stage, phase, which, ORDER
-        )
+        acc, acc_2, stage, phase = end_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
 
-    into = _where_to(place, shape, ORDER)
+    into = where_to(place, shape, ORDER)
     if not HAS_GROUPS:
         if HAS_COLUMN_SCALES:
             of_columns.index(which * OF_GROUP).store(scale_b)
@@ -1055,31 +382,23 @@ def _make_tile(
             acc_2 *= gl.expand_dims(scale_a_2, 1)
     if HAS_BIAS:
         of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
-    _store(
+    store_result(
         acc, ends, into, row, n * BLOCK_N, which, 0, 0, BOXES, HAS_COLUMN_SCALES,
         HAS_BIAS, OF_GROUP,
     )  # fmt: skip
     if HAS_TWO:
-        _store(
-            acc_2, ends, into, row + _WAVE, n * BLOCK_N, which,
+        store_result(
+            acc_2, ends, into, row + WAVE, n * BLOCK_N, which,
             COLUMNS // OF_BOX, 0, BOXES, HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
         )  # fmt: skip
     if ORDER.extra:
         if not HAS_GROUPS:
             acc_2 *= gl.expand_dims(gl.convert_layout(scale_a, gl.SliceLayout(1, LAYOUT_2)), 1)
-        _store_extra(
+        store_extra(
             acc_2, ends, scales, shape, strides, matrix, row,
-            _first_extra(n, num_columns, ORDER), HAS_COLUMN_SCALES,
+            first_extra_column(n, num_columns, ORDER), HAS_COLUMN_SCALES,
         )  # fmt: skip
     return stage, phase
-
-
-@gluon.jit
-def _where_to(place, shape, ORDER: gl.constexpr):
-    """Which of out's matrices, or the end of an expert's rows."""
-    matrix, _, end, _, split, _, _ = place
-    _, _, _, num_matrices, _, _ = shape
-    return end if ORDER.num_experts else split * num_matrices + matrix
 
 
 @gluon.jit
@@ -1095,137 +414,49 @@ def _make_held_tile(
     staged, of_columns, _, _ = ends
     _, _, bias_ptr = scales
     matrix, row, _, n, _, first_step, end_step = place
-    row += _first_row(which, ORDER)
+    row += first_row_of(which, ORDER)
     num_steps = end_step - first_step
     COLUMNS: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     OF_GROUP: gl.constexpr = of_columns.shape[0] // ORDER.groups
-    acc = gl.zeros([_WAVE, COLUMNS], gl.float32, LAYOUT)
+    acc = gl.zeros([WAVE, COLUMNS], gl.float32, LAYOUT)
     acc_2 = acc
     if HAS_GROUPS or IS_EXACT:
-        part, factors = _begin_in_registers(
-            acc, acc_2, ring, stage, phase, which, HAS_GROUPS, ORDER
-        )
+        part, factors = begin_in_registers(acc, acc_2, ring, stage, phase, which, HAS_GROUPS, ORDER)
     else:
-        acc, acc_2 = _begin_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
-    place_after = _place(next_turn, shape, ORDER, 4)
-    scale_a, scale_a_2, scale_b, bias = _load_ends(
+        acc, acc_2 = begin_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
+    place_after = place_of_unit(next_turn, shape, ORDER, 4)
+    scale_a, scale_a_2, scale_b, bias = load_ends(
         scales, shape, strides, matrix, row, n, LAYOUT, HAS_GROUPS, HAS_COLUMN_SCALES, ORDER
     )
     if HAS_GROUPS or IS_EXACT:
-        acc, acc_2, stage, phase = _sum_in_registers(
+        acc, acc_2, stage, phase = sum_in_registers(
             part, factors, acc, acc_2, ring, num_steps, stage, phase, held, ends, which,
             HAS_GROUPS, ORDER,
         )  # fmt: skip
     else:
-        acc, acc_2, stage, phase = _sum_in_tensor_core(
+        acc, acc_2, stage, phase = sum_in_tensor_core(
             acc, acc_2, ring, num_steps, stage, phase, held, ends, which, ORDER
         )
     if HAS_COLUMN_SCALES:  # loaded while the tensor core's last product is made
         of_columns.index(which * OF_GROUP).store(scale_b)
         scale_b = pin(of_columns.index(which * OF_GROUP).load(OF_COLUMN))
     if not (HAS_GROUPS or IS_EXACT):
-        acc, acc_2, stage, phase = _end_in_tensor_core(
-            acc, acc_2, ring, stage, phase, which, ORDER
-        )
+        acc, acc_2, stage, phase = end_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
     if HAS_BIAS:
         of_columns.index(which * OF_GROUP + OF_GROUP - 1).store(bias)
         bias = of_columns.index(which * OF_GROUP + OF_GROUP - 1).load(OF_COLUMN)
     of_ends = (scale_b, bias)
-    first = _pack(acc, scale_a, of_ends, staged.dtype, HAS_GROUPS, HAS_COLUMN_SCALES, HAS_BIAS)
+    first = pack(acc, scale_a, of_ends, staged.dtype, HAS_GROUPS, HAS_COLUMN_SCALES, HAS_BIAS)
     second = first
-    if _has_two(ORDER):
-        second = _pack(
+    if has_two(ORDER):
+        second = pack(
             acc_2, scale_a_2, of_ends, staged.dtype, HAS_GROUPS, HAS_COLUMN_SCALES, HAS_BIAS
         )
-    held = (first, second, _where_to(place, shape, ORDER), row, n * COLUMNS)
+    held = (first, second, where_to(place, shape, ORDER), row, n * COLUMNS)
     return held, place_after, stage, phase
-
-
-@gluon.jit
-def _pack(
-    acc, scale_a, of_ends, DTYPE: gl.constexpr, HAS_GROUPS: gl.constexpr,
-    HAS_COLUMN_SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
-):  # fmt: skip
-    """Scaled, with the bias, and rounded: two columns of 16 bits a register."""
-    scale_b, bias = of_ends
-    COLUMNS: gl.constexpr = acc.shape[1]
-    if not HAS_GROUPS:
-        if HAS_COLUMN_SCALES:
-            acc *= gl.expand_dims(scale_a, 1)
-            acc *= gl.expand_dims(scale_b, 0)
-        else:
-            acc *= gl.expand_dims(scale_a * scale_b, 1)
-    if HAS_BIAS:
-        acc += gl.expand_dims(bias, 0)
-    even, odd = acc.reshape([_WAVE, COLUMNS // 2, 2]).split()
-    TO: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
-    ASM: gl.constexpr = "cvt.rn." + TO + ".f32 $0, $2, $1;"
-    packed = gl.inline_asm_elementwise(
-        ASM, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=False, pack=1
-    )
-    return gl.convert_layout(packed, _packed_layout(COLUMNS), assert_trivial=True)
-
-
-@gluon.constexpr_function
-def _packed_layout(columns):
-    """Of ``_pack``, as threads have what ``wgmma`` makes."""
-    of_pairs = [[0, 4 << bit] for bit in range((columns // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[8, 0], *of_pairs],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns // 2],
-    )
-
-
-@gluon.jit
-def _nothing_held(shape, ORDER: gl.constexpr):
-    """Of no rows that there are, so that nothing is stored."""
-    num_rows, _, _, _, _, _ = shape
-    COLUMNS: gl.constexpr = ORDER.columns if ORDER.held else 8
-    nothing = gl.zeros([_WAVE, COLUMNS // 2], gl.int32, _packed_layout(COLUMNS))
-    return nothing, nothing, 0 * num_rows, num_rows, 0 * num_rows
-
-
-@gluon.jit
-def _store_box_of_held(
-    held, NUMBER: gl.constexpr, ends, WHICH: gl.constexpr, ORDER: gl.constexpr
-):
-    first, second, into, row, column = held
-    staged, _, out_desc, _ = ends
-    OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
-    BOXES: gl.constexpr = staged.shape[0] // 2
-    COUNT: gl.constexpr = 2 * first.shape[1] // OF_BOX  # of 64 rows
-    if NUMBER < COUNT:
-        part = _columns_of(first, NUMBER, OF_BOX // 2)
-    else:
-        part = _columns_of(second, NUMBER - COUNT, OF_BOX // 2)
-        row += _WAVE
-    tma.store_wait(BOXES - 1)  # what was staged there before has been read
-    box = staged.index(WHICH * BOXES + NUMBER % BOXES)
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(box.type.layout.swizzle_byte_width, 32, 2)
-    view_tile(box, gl.int32, [_WAVE, OF_BOX // 2], FLAT).store(part)
-    fence_async_shared()
-    _store_box(box, out_desc, into, row, column + NUMBER % COUNT * OF_BOX)
-
-
-@gluon.jit
-def _columns_of(x, NUMBER: gl.constexpr, WIDTH: gl.constexpr):
-    """As many, of registers."""
-    COLUMNS: gl.constexpr = x.shape[1]
-    if COLUMNS == WIDTH:
-        return x
-    else:
-        HALF: gl.constexpr = COLUMNS // 2
-        left, right = x.reshape([_WAVE, 2, HALF]).permute([0, 2, 1]).split()
-        if NUMBER < HALF // WIDTH:
-            return _columns_of(left, NUMBER, WIDTH)
-        else:
-            return _columns_of(right, NUMBER - HALF // WIDTH, WIDTH)
 
 
 @gluon.jit
@@ -1242,147 +473,39 @@ def _make_transposed_tile(
     num_rows, num_columns, _, _, _, _ = shape
     a_matrix, a_row, _, b_matrix, _, b_column, stride_bias = strides
     matrix, row, _, n, _, first_step, end_step = place
-    into = _where_to(place, shape, ORDER)
+    into = where_to(place, shape, ORDER)
     column = n * ORDER.columns  # as many as a wide tile has
     ROWS: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     of_a = scale_a_ptr + matrix.to(gl.int64) * a_matrix
     of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
-    offs_m = row + gl.arange(0, _WAVE, layout=THREADS)
+    offs_m = row + gl.arange(0, WAVE, layout=THREADS)
     scale_0 = gl.load(of_a + gl.minimum(offs_m, num_rows - 1).to(gl.int64) * a_row)
-    scale_1 = gl.load(of_a + gl.minimum(offs_m + _WAVE, num_rows - 1).to(gl.int64) * a_row)
-    scale_2 = gl.load(of_a + gl.minimum(offs_m + 2 * _WAVE, num_rows - 1).to(gl.int64) * a_row)
-    scale_3 = gl.load(of_a + gl.minimum(offs_m + 3 * _WAVE, num_rows - 1).to(gl.int64) * a_row)
-    offs_n = column + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, LAYOUT))
+    scale_1 = gl.load(of_a + gl.minimum(offs_m + WAVE, num_rows - 1).to(gl.int64) * a_row)
+    scale_2 = gl.load(of_a + gl.minimum(offs_m + 2 * WAVE, num_rows - 1).to(gl.int64) * a_row)
+    scale_3 = gl.load(of_a + gl.minimum(offs_m + 3 * WAVE, num_rows - 1).to(gl.int64) * a_row)
+    offs_n = column + gl.arange(0, WAVE, layout=gl.SliceLayout(1, LAYOUT))
     offs_n = gl.minimum(offs_n, num_columns - 1)
     scale_b = gl.load(of_b + offs_n.to(gl.int64) * b_column)
-    bias = gl.zeros([_WAVE], gl.float32, gl.SliceLayout(1, LAYOUT))
+    bias = gl.zeros([WAVE], gl.float32, gl.SliceLayout(1, LAYOUT))
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + matrix.to(gl.int64) * stride_bias + offs_n).to(gl.float32)
 
-    acc = gl.zeros([_WAVE, ROWS], gl.float32, LAYOUT)
-    acc, acc_2 = _begin_in_tensor_core(acc, acc, ring, stage, phase, which, ORDER)
-    acc, acc_2, stage, phase = _sum_in_tensor_core(
+    acc = gl.zeros([WAVE, ROWS], gl.float32, LAYOUT)
+    acc, acc_2 = begin_in_tensor_core(acc, acc, ring, stage, phase, which, ORDER)
+    acc, acc_2, stage, phase = sum_in_tensor_core(
         acc, acc_2, ring, end_step - first_step, stage, phase, held, ends, which, ORDER
     )
-    acc, acc_2, stage, phase = _end_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
+    acc, acc_2, stage, phase = end_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
     of_columns = (scale_b, bias)
-    left, right = acc.reshape([_WAVE, 2, ROWS // 2]).permute([0, 2, 1]).split()
-    part_0, part_1 = left.reshape([_WAVE, 2, _WAVE]).permute([0, 2, 1]).split()
-    part_2, part_3 = right.reshape([_WAVE, 2, _WAVE]).permute([0, 2, 1]).split()
-    _store_transposed(part_0, scale_0, of_columns, ends, into, row, column, which, 0)
-    _store_transposed(part_1, scale_1, of_columns, ends, into, row + _WAVE, column, which, 1)
-    _store_transposed(part_2, scale_2, of_columns, ends, into, row + 2 * _WAVE, column, which, 2)
-    _store_transposed(part_3, scale_3, of_columns, ends, into, row + 3 * _WAVE, column, which, 3)
-
-
-@gluon.jit
-def _store_transposed(
-    acc, scale_a, of_columns, ends, into, row, column, WHICH: gl.constexpr,
-    NUMBER: gl.constexpr,  # of 64 rows
-):  # fmt: skip
-    """Scale, add the bias, round and store 64 columns of 64 rows.
-
-    That is one box or, of four bytes, two next to each other.
-    """
-    staged, _, out_desc, _ = ends
-    BOXES: gl.constexpr = staged.shape[0] // 2
-    OF_BOX: gl.constexpr = staged.shape[3]
-    COUNT: gl.constexpr = _WAVE // OF_BOX
-    FIRST: gl.constexpr = WHICH * BOXES + NUMBER * COUNT % BOXES
-    SWIZZLE: gl.constexpr = staged.type.layout.swizzle_byte_width
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, staged.dtype.primitive_bitwidth, 2)
-    gl.static_assert(COUNT <= BOXES, "all columns of a narrow tile are staged at once")
-    LAYOUT: gl.constexpr = acc.type.layout
-    scale_b, bias = of_columns
-    acc *= gl.expand_dims(gl.convert_layout(scale_a, gl.SliceLayout(0, LAYOUT)), 0)
-    acc *= gl.expand_dims(gl.convert_layout(scale_b, gl.SliceLayout(1, LAYOUT)), 1)
-    acc += gl.expand_dims(gl.convert_layout(bias, gl.SliceLayout(1, LAYOUT)), 1)
-    tma.store_wait(BOXES - COUNT)  # what was staged there before has been read
-    boxes = view_tile(staged, staged.dtype, [2 * BOXES * _WAVE, OF_BOX], FLAT)
-    boxes = boxes.slice(FIRST * _WAVE, COUNT * _WAVE, dim=0)
-    out = acc.to(staged.dtype).reshape([COUNT, OF_BOX, _WAVE]).permute([1, 0, 2])
-    boxes.permute([1, 0]).store(out.reshape([OF_BOX, COUNT * _WAVE]))
-    fence_async_shared()
-    for number in gl.static_range(COUNT):
-        box = staged.index(FIRST + number)
-        _store_box(box, out_desc, into, row, column + number * OF_BOX)
-
-
-@gluon.jit
-def _store_extra(
-    acc, ends, scales, shape, strides, matrix, row, column, HAS_COLUMN_SCALES: gl.constexpr
-):
-    """Scale columns, add the bias, round and store, from registers."""
-    _, _, _, plain = ends
-    out_ptr, stride_out_matrix, stride_out_row = plain
-    _, scale_b_ptr, bias_ptr = scales
-    num_rows, num_columns, _, _, _, _ = shape
-    _, _, _, b_matrix, _, b_column, stride_bias = strides
-    offs_m = row + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, acc.type.layout))
-    offs_n = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    mask_n = offs_n < num_columns
-    if HAS_COLUMN_SCALES:
-        of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix + offs_n.to(gl.int64) * b_column
-        acc *= gl.expand_dims(gl.load(of_b, mask=mask_n, other=0), 0)
-    if bias_ptr is not None:
-        of_bias = bias_ptr + matrix.to(gl.int64) * stride_bias + offs_n
-        acc += gl.expand_dims(gl.load(of_bias, mask=mask_n, other=0).to(gl.float32), 0)
-    VEC: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
-    stride_out_matrix = stride_out_matrix // VEC * VEC  # rows begin at multiples of 16 bytes
-    stride_out_row = stride_out_row // VEC * VEC
-    out_ptr += matrix.to(gl.int64) * stride_out_matrix
-    offs = gl.expand_dims(offs_m.to(gl.int64) * stride_out_row, 1) + gl.expand_dims(offs_n, 0)
-    mask = gl.expand_dims(offs_m < num_rows, 1) & gl.expand_dims(mask_n, 0)
-    gl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def _load_of_rows(of_a, row, num_rows, stride, LAYOUT: gl.constexpr):
-    rows = gl.minimum(row + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, LAYOUT)), num_rows - 1)
-    return gl.load(of_a + rows.to(gl.int64) * stride)
-
-
-@gluon.jit
-def _store(
-    acc, ends, into, row, column, WHICH: gl.constexpr,
-    NUMBER: gl.constexpr,  # of boxes of the tile before
-    OFFSET: gl.constexpr,  # of the first column in the tile
-    BOXES: gl.constexpr, HAS_COLUMN_SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    OF_GROUP: gl.constexpr,  # what a warpgroup has in ``of_columns``
-):  # fmt: skip
-    """Scale columns, add the bias, round and store, by as many columns as a box has.
-
-    A warpgroup's boxes take turns in what it has of ``staged``; of a tile they are a multiple.
-    """
-    staged, of_columns, out_desc, _ = ends
-    COLUMNS: gl.constexpr = acc.shape[1]
-    OF_COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-    OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
-    if COLUMNS > OF_BOX:
-        left, right = acc.reshape([_WAVE, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
-        _store(
-            left, ends, into, row, column, WHICH, NUMBER, OFFSET, BOXES,
-            HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
-        )  # fmt: skip
-        _store(
-            right, ends, into, row, column, WHICH,
-            NUMBER + COLUMNS // 2 // OF_BOX, OFFSET + COLUMNS // 2, BOXES,
-            HAS_COLUMN_SCALES, HAS_BIAS, OF_GROUP,
-        )  # fmt: skip
-    else:
-        if HAS_COLUMN_SCALES:
-            scale = of_columns.index(WHICH * OF_GROUP).slice(OFFSET, COLUMNS).load(OF_COLUMN)
-            acc *= gl.expand_dims(scale, 0)
-        if HAS_BIAS:
-            bias = of_columns.index(WHICH * OF_GROUP + OF_GROUP - 1)
-            bias = bias.slice(OFFSET, COLUMNS).load(OF_COLUMN)
-            acc += gl.expand_dims(bias, 0)
-        tma.store_wait(BOXES - 1)  # what was staged there before has been read
-        box = staged.index(WHICH * BOXES + NUMBER % BOXES)
-        _stage(acc.to(box.dtype), box)
-        _store_box(box, out_desc, into, row, column + OFFSET)
+    left, right = acc.reshape([WAVE, 2, ROWS // 2]).permute([0, 2, 1]).split()
+    part_0, part_1 = left.reshape([WAVE, 2, WAVE]).permute([0, 2, 1]).split()
+    part_2, part_3 = right.reshape([WAVE, 2, WAVE]).permute([0, 2, 1]).split()
+    store_transposed(part_0, scale_0, of_columns, ends, into, row, column, which, 0)
+    store_transposed(part_1, scale_1, of_columns, ends, into, row + WAVE, column, which, 1)
+    store_transposed(part_2, scale_2, of_columns, ends, into, row + 2 * WAVE, column, which, 2)
+    store_transposed(part_3, scale_3, of_columns, ends, into, row + 3 * WAVE, column, which, 3)
 
 
 @gluon.constexpr_function
@@ -1467,7 +590,7 @@ def _scaled_mm_kernel(
         factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, STEPS * BLOCK_M], FLAT)
     NUM_OF_B: gl.constexpr = STAGES if HAS_GROUPS else 1
     OF_B: gl.constexpr = 2 if ORDER.extra else STEPS  # of 64 copies
-    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_OF_B, OF_B * _WAVE], FLAT)
+    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_OF_B, OF_B * WAVE], FLAT)
     extra = b
     if ORDER.extra:
         extra = gl.allocate_shared_memory(
@@ -1476,13 +599,13 @@ def _scaled_mm_kernel(
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     experts = (row_offsets_ptr,)
     if ORDER.num_experts:
-        experts = _share_out(row_offsets_ptr, num_rows, num_matrices, ORDER)
+        experts = share_out(row_offsets_ptr, num_rows, num_matrices, ORDER)
     shape = (num_rows, num_columns, depth, num_matrices, num_splits, experts)
     descs = (a_desc, b_desc, extra_desc)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gl.static_assert(ORDER.ahead <= STAGES)
     if ORDER.ahead:
-        matrix, first_row, _, n, _, first_step, end_step = _place(0, shape, ORDER, 4)
+        matrix, first_row, _, n, _, first_step, end_step = place_of_unit(0, shape, ORDER, 4)
         first_of_all = (matrix, matrix, first_row, n, num_columns)
     for stage in gl.static_range(STAGES):
         # lanes of the warp that fetches, and that warp, which tells what the TMA will bring
@@ -1496,7 +619,7 @@ def _scaled_mm_kernel(
                     False, IS_COLUMN_MAJOR, ORDER,
                 )  # fmt: skip
     empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
-    HAS_TURNS: gl.constexpr = ORDER.has_turns or _is_transposed(ORDER)
+    HAS_TURNS: gl.constexpr = ORDER.has_turns or is_transposed(ORDER)
     turns = make_barriers(2, 1) if HAS_TURNS else empty
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
@@ -1710,7 +833,7 @@ def _call(
         maxnreg = 168 if tiles.rows == 128 else 128  # sums of 128 rows are 64 of them
         options = {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True}
         return (num_units,), arguments, options
-    box = (_WAVE.value, min(128 // out.element_size(), tiles.columns))
+    box = (WAVE.value, min(128 // out.element_size(), tiles.columns))
     is_grouped = row_offsets is not None
     of_class = triton.cdiv(size_class(num_rows), tiles.rows)  # row tiles, at most
     of_class = of_class + num_matrices if is_grouped else of_class * num_matrices
@@ -1728,9 +851,9 @@ def _call(
         num_columns, tiles, sums_in_tensor_core=sums_in_tensor_core
     )
     if tiles.rows == 128:  # transposed ones stage all of their columns at once
-        is_narrow = is_narrow and arguments["BOXES"] * box[1] >= _WAVE.value
+        is_narrow = is_narrow and arguments["BOXES"] * box[1] >= WAVE.value
     if is_narrow:
-        arguments["b_desc"] = matrix_descriptor(b.mT, (_WAVE.value, of_k))
+        arguments["b_desc"] = matrix_descriptor(b.mT, (WAVE.value, of_k))
     arguments["out_desc"] = (slices_descriptor if is_grouped else matrix_descriptor)(parts, box)
     arguments["extra_desc"] = arguments["out_ptr"] = None
     arguments["stride_out_matrix"] = arguments["stride_out_row"] = 0
@@ -1739,7 +862,7 @@ def _call(
         arguments["out_ptr"] = out
         arguments["stride_out_matrix"], arguments["stride_out_row"] = parts.stride()[:2]
     arguments["row_offsets_ptr"] = row_offsets
-    arguments["ORDER"] = _Order(
+    arguments["ORDER"] = Order(
         rows=tiles.rows,
         columns=tiles.columns,
         steps=tiles.steps,
@@ -1755,7 +878,7 @@ def _call(
         adds_both=cell_a[1] > 0 and depth < 16 * 128 and num_groups(tiles) == 2,
         ahead=0 if is_grouped or is_narrow else min(2, tiles.stages),
         # where a's rows are kept products take 1% longer with inverses
-        divides=tiles.kept > 0 or of_class * tiles_n * tiles.num_splits >= _HUGE,
+        divides=tiles.kept > 0 or of_class * tiles_n * tiles.num_splits >= HUGE,
         held=num_held(
             tiles,
             triton.cdiv(depth, 128),
