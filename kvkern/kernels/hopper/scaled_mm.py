@@ -281,7 +281,8 @@ def _multiply(
     held = nothing_held(shape, ORDER)
     place = place_of_unit(FIRST, shape, ORDER, 4)
     for turn in range(FIRST, num_rounds(shape, ORDER), EVERY):
-        num_steps = place[6] - place[5]
+        first_step = place[5]
+        num_steps = place[6] - first_step
         if ORDER.has_turns:  # the other's steps have gone by
             stage = turn * num_steps % STAGES
             phase = turn * num_steps // STAGES % 2
@@ -292,15 +293,15 @@ def _multiply(
                     if narrow_turn > 0:  # the other's steps have gone by
                         mbarrier.wait(turns.index(which), (narrow_turn - 1) // 2 % 2)
                     _make_transposed_tile(
-                        narrow_ring, ends, scales, shape, strides, place, stage, phase, held,
-                        which, transposed_order(ORDER),
+                        narrow_ring, ends, scales, shape, strides, place, stage, phase, which,
+                        transposed_order(ORDER),
                     )  # fmt: skip
                 narrow_turn += 1
                 phase = (phase + (stage + num_steps) // STAGES) % 2
                 stage = (stage + num_steps) % STAGES
             else:
                 stage, phase = _make_tile(
-                    ring, ends, scales, shape, strides, place, stage, phase, held, which, WAVE,
+                    ring, ends, scales, shape, strides, place, stage, phase, which, WAVE,
                     HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )  # fmt: skip
             place = place_of_unit(turn + EVERY, shape, ORDER, 4)
@@ -311,7 +312,7 @@ def _multiply(
             )  # fmt: skip
         else:
             stage, phase = _make_tile(
-                ring, ends, scales, shape, strides, place, stage, phase, held, which, BLOCK_N,
+                ring, ends, scales, shape, strides, place, stage, phase, which, BLOCK_N,
                 HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT, ORDER,
             )  # fmt: skip
             place = place_of_unit(turn + EVERY, shape, ORDER, 4)
@@ -324,7 +325,7 @@ def _multiply(
 
 @gluon.jit
 def _make_tile(
-    ring, ends, scales, shape, strides, place, stage, phase, held, which: gl.constexpr,
+    ring, ends, scales, shape, strides, place, stage, phase, which: gl.constexpr,
     COLUMNS: gl.constexpr, HAS_GROUPS: gl.constexpr, HAS_COLUMN_SCALES: gl.constexpr,
     IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
@@ -360,13 +361,13 @@ def _make_tile(
     elif HAS_GROUPS or IS_EXACT:
         part, factors = begin_in_registers(acc, acc_2, ring, stage, phase, which, HAS_GROUPS, ORDER)
         acc, acc_2, stage, phase = sum_in_registers(
-            part, factors, acc, acc_2, ring, num_steps, stage, phase, held, ends, which,
+            part, factors, acc, acc_2, ring, num_steps, stage, phase, None, ends, which,
             HAS_GROUPS, ORDER,
         )  # fmt: skip
     else:
         acc, acc_2 = begin_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
         acc, acc_2, stage, phase = sum_in_tensor_core(
-            acc, acc_2, ring, num_steps, stage, phase, held, ends, which, ORDER
+            acc, acc_2, ring, num_steps, stage, phase, None, ends, which, ORDER
         )
         acc, acc_2, stage, phase = end_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
 
@@ -461,7 +462,7 @@ def _make_held_tile(
 
 @gluon.jit
 def _make_transposed_tile(
-    ring, ends, scales, shape, strides, place, stage, phase, held, which: gl.constexpr,
+    ring, ends, scales, shape, strides, place, stage, phase, which: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """256 rows of the last columns, by one warpgroup.
@@ -495,7 +496,7 @@ def _make_transposed_tile(
     acc = gl.zeros([WAVE, ROWS], gl.float32, LAYOUT)
     acc, acc_2 = begin_in_tensor_core(acc, acc, ring, stage, phase, which, ORDER)
     acc, acc_2, stage, phase = sum_in_tensor_core(
-        acc, acc_2, ring, end_step - first_step, stage, phase, held, ends, which, ORDER
+        acc, acc_2, ring, end_step - first_step, stage, phase, None, ends, which, ORDER
     )
     acc, acc_2, stage, phase = end_in_tensor_core(acc, acc_2, ring, stage, phase, which, ORDER)
     of_columns = (scale_b, bias)

@@ -153,7 +153,7 @@ def _packed_layout(columns):
 
 @gluon.jit
 def nothing_held(shape, ORDER: gl.constexpr):
-    """Of no rows that there are, so that nothing is stored."""
+    """Held before the first tile: of rows that there are not, so that nothing is stored."""
     num_rows, _, _, _, _, _ = shape
     COLUMNS: gl.constexpr = ORDER.columns if ORDER.held else 8
     nothing = gl.zeros([WAVE, COLUMNS // 2], gl.int32, _packed_layout(COLUMNS))
@@ -162,11 +162,12 @@ def nothing_held(shape, ORDER: gl.constexpr):
 
 @gluon.jit
 def store_box_of_held(held, NUMBER: gl.constexpr, ends, WHICH: gl.constexpr, ORDER: gl.constexpr):
+    """One of the boxes that a warpgroup holds, of 64 rows."""
     first, second, into, row, column = held
     staged, _, out_desc, _ = ends
     OF_BOX: gl.constexpr = staged.shape[len(staged.shape) - 1]
-    BOXES: gl.constexpr = staged.shape[0] // 2
-    COUNT: gl.constexpr = 2 * first.shape[1] // OF_BOX  # of 64 rows
+    BOXES: gl.constexpr = staged.shape[0] // ORDER.groups
+    COUNT: gl.constexpr = 2 * first.shape[1] // OF_BOX  # next to each other
     if NUMBER < COUNT:
         part = _columns_of(first, NUMBER, OF_BOX // 2)
     else:

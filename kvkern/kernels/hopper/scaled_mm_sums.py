@@ -65,7 +65,10 @@ def sum_in_tensor_core(
     acc, acc_2, ring, num_steps, stage, phase, held, ends, WHICH: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """The products of the other steps, the last under way; what is held is stored under others."""
+    """The products of the other steps, the last under way.
+
+    What is held, if that is anything, is stored under the first of them, a box each.
+    """
     BOXES: gl.constexpr = ORDER.held
     for number in gl.static_range(BOXES):
         store_box_of_held(held, number, ends, WHICH, ORDER)
