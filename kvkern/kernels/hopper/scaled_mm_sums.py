@@ -129,8 +129,7 @@ def begin_in_registers(
     _, _, _, _, _, full, _, _ = ring
     mbarrier.wait(full.index(stage), phase)
     factors = _scales_of_step(acc, acc_2, ring, 0, stage, WHICH, HAS_GROUPS, ORDER)
-    rows, columns = _operands(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
-    return _begin(rows, columns), factors
+    return _begin_product(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER), factors
 
 
 @gluon.jit
@@ -150,8 +149,7 @@ def sum_in_registers(
         HAS_GROUPS, True, ORDER,
     )  # fmt: skip
     for step in range(1, num_steps):
-        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
-        part = _begin(rows, columns)
+        part = _begin_product(ring, step, stage, acc.shape[1], WHICH, 0, ORDER)
         acc, acc_2, factors, stage, phase = _end_step_in_registers(
             part, factors, acc, acc_2, ring, step, num_steps, stage, phase, held, ends, WHICH,
             HAS_GROUPS, False, ORDER,
@@ -178,8 +176,7 @@ def _end_step_in_registers(
     part = warpgroup_mma_wait(0, deps=(part,))
     acc = _add(acc, part, pin(of_a) * of_b if HAS_GROUPS else 1.0, HAS_GROUPS, IS_FIRST)
     fence_products(num_steps)
-    rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, 1, ORDER)
-    part_2 = _begin(rows, columns)
+    part_2 = _begin_product(ring, step, stage, COLUMNS, WHICH, 1, ORDER)
     for number in gl.static_range(BOXES // 2, BOXES):
         store_box_of_held(held, number, ends, WHICH, ORDER)
     after, phase_after = next_stage(stage, phase, STAGES)
@@ -208,18 +205,15 @@ def sum_of_narrow(
     STAGES: gl.constexpr = b.shape[0]
     mbarrier.wait(full.index(stage), phase)
     scale, scale_2 = _products_of_scales(acc, acc_2, ring, 0, stage, WHICH, HAS_GROUPS, ORDER)
-    rows, columns = _operands(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
-    part = _begin(rows, columns)
+    part = _begin_product(ring, 0, stage, acc.shape[1], WHICH, 0, ORDER)
     part = warpgroup_mma_wait(1, deps=(part,))  # none: it is of the type that it has in the loop
     for step in range(num_steps - 1):
-        rows, columns = _operands(ring, step, stage, acc.shape[1], WHICH, 1, ORDER)
-        part_2 = _begin(rows, columns)
+        part_2 = _begin_product(ring, step, stage, acc.shape[1], WHICH, 1, ORDER)
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
         acc = _add(acc, part, scale, HAS_GROUPS)
         after, phase_after = next_stage(stage, phase, STAGES)
         mbarrier.wait(full.index(after), phase_after)
-        rows, columns = _operands(ring, step + 1, after, acc.shape[1], WHICH, 0, ORDER)
-        part = _begin(rows, columns)
+        part = _begin_product(ring, step + 1, after, acc.shape[1], WHICH, 0, ORDER)
         part_2, part = warpgroup_mma_wait(1, deps=(part_2, part))
         mbarrier.arrive(empty.index(stage), count=1)
         acc_2 = _add(acc_2, part_2, scale_2, HAS_GROUPS)
@@ -229,8 +223,7 @@ def sum_of_narrow(
         stage = after
         phase = phase_after
     if stage < STAGES:  # always
-        rows, columns = _operands(ring, num_steps - 1, stage, acc.shape[1], WHICH, 1, ORDER)
-        part_2 = _begin(rows, columns)
+        part_2 = _begin_product(ring, num_steps - 1, stage, acc.shape[1], WHICH, 1, ORDER)
         part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
         acc = _add(acc, part, scale, HAS_GROUPS)
         part_2 = warpgroup_mma_wait(0, deps=(part_2,))
@@ -402,6 +395,16 @@ def _begin(rows, columns):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     zero = gl.zeros([WAVE, COLUMNS], gl.float32, LAYOUT)
     return warpgroup_mma(rows, columns, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_product(
+    ring, step, stage, COLUMNS: gl.constexpr, WHICH: gl.constexpr, NUMBER: gl.constexpr,
+    ORDER: gl.constexpr,
+):  # fmt: skip
+    """The same of a step's first product or second, by ``NUMBER``."""
+    rows, columns = _operands(ring, step, stage, COLUMNS, WHICH, NUMBER, ORDER)
+    return _begin(rows, columns)
 
 
 @gluon.jit
