@@ -50,7 +50,7 @@ _STEP_NS_OF_EXPERTS = {  # the same, where b is not read again by others
 }
 _STEP_NS_IN_TURNS = 365  # of 128 x 128
 _END_NS_IN_TURNS = 2400  # under the other's products, if these take as long
-_END_NS_HELD = 550  # all of which is stored under the next tile's products
+_END_NS_HELD = 550  # scaling and rounding: the rest is done under the next tile's products
 
 
 @lru_cache(maxsize=4096)  # a choice takes the host up to 0.3 ms
@@ -69,11 +69,11 @@ def choose_tiles(
 
     Few rows, and more where that fills the card, have the kernel that begins sooner. A thread holds
     a large tile's sums, and the product of a step beside them unless the tensor core sums: so it is
-    256 x 128 or 128 x 256. Where K is not long, what a tile's end takes counts for more, which
-    warpgroups hide that make 128 x 128 each in turns; they need a tensor core that one of them
-    keeps busy. Where all of K takes no more room than a ring, programs keep a's rows and take tile
-    after tile of them. Where a last round would have few tiles, and K is long, the columns behind
-    all others are shared out, so that each tile has 8 to 64 more.
+    256 x 128 or 128 x 256. Of these most of what ends a tile is done under the next one's products;
+    where they would fill the card less well, warpgroups hide it that make 128 x 128 each in turns,
+    for which one of them has to keep the tensor core busy. Where all of K takes no more room than a
+    ring, programs keep a's rows and take tile after tile of them. Where a last round would have few
+    tiles, and K is long, the columns behind all others are shared out: each tile has 8 to 64 more.
     """
     steps = triton.cdiv(depth, 128)
 
