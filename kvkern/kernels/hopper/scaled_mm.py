@@ -899,6 +899,9 @@ def _call(
 
 
 _BUDGET = spills("128 registers of few rows; looking for one of 1024 experts", 0, newer=32)
+# few registers are left beside what is held; none of these is in a loop over K
+_OF_KEPT = spills("once a tile, beside what is held and a's steps are kept", 160, newer=288)
+_OF_EXPERTS = spills("looking for one of 1024 experts beside what is held", 736, newer=992)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -912,12 +915,15 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("fast-short", 4096, 24576, 512, {}),
         ("fast-fp32", 1024, 24576, 1536, {"dtype": fp32, "has_bias": True}),
         ("fast-turns", 2048, 7168, 2048, {}),
+        ("fast-turns-fp32", 2048, 7168, 2048, {"dtype": fp32, "has_bias": True}),
+        ("fast-bias", 4096, 24576, 1536, {"dtype": fp16, "has_bias": True}),
         ("fast", 16, 4096, 7168, {"a_dtype": torch.float8_e5m2, "dtype": fp16, "has_bias": True}),
         ("exact", 4096, 4096, 7168, {"is_exact": True, "has_bias": True}),
         ("exact", 128, 4096, 7168, {"is_exact": True, "dtype": fp16}),
         ("groups", 4096, 4096, 7168, {"of_groups": "column"}),
         ("groups-short", 4096, 32768, 512, {"of_groups": "column"}),
         ("groups-short", 128, 32768, 512, {"of_groups": "row"}),
+        ("groups-short-row", 4096, 32768, 512, {"of_groups": "row", "budget": _OF_KEPT}),
         ("groups-narrow", 4096, 2112, 7168, {"of_groups": "row"}),
         ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),
         ("groups", 128, 24576, 1536, {"of_groups": "row"}),
@@ -941,6 +947,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("experts", 32768, 4096, 7168, {"of_groups": "column", "num_experts": 32}),
         ("experts-fast", 4096, 7168, 2048, {"num_experts": 64, "has_bias": True}),
         ("experts-fast", 8192, 7168, 2048, {"num_experts": 64, "dtype": fp32}),
+        ("experts-fast", 32768, 4096, 7168, {"num_experts": 32, "has_bias": True}),
+        ("experts-fast", 131072, 4096, 7168, {"num_experts": 1024, "budget": _OF_EXPERTS}),
     ]
     for label, num_rows, num_columns, depth, options in calls:
         yield _shipped(label, num_rows, num_columns, depth, **options)
@@ -958,6 +966,7 @@ def _shipped(
     of_groups: str = "",  # whether scales are of groups, and what is next to each other
     has_bias: bool = False,
     num_experts: int = 0,
+    budget: dict[str, Any] = _BUDGET,
 ) -> KernelConfig:
     """One call on tensors without memory."""
 
@@ -985,5 +994,5 @@ def _shipped(
     )  # fmt: skip
     kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
     return config_of_call(
-        kernel, f"{label}-M{num_rows}", arguments, options, **_BUDGET, product=FP8_PRODUCT
+        kernel, f"{label}-M{num_rows}", arguments, options, **budget, product=FP8_PRODUCT
     )

@@ -101,7 +101,7 @@ def choose_tiles(
         count *= num_splits
         if tile.has_turns:
             of_steps = max(_STEP_NS_IN_TURNS, (_STEP_NS_IN_TURNS + _END_NS_IN_TURNS / steps) / 2)
-            return float(math.ceil(count / num_sms) * steps * of_steps + 1300)
+            return float(math.ceil(count / num_sms) * steps * of_steps + 500 + 800)  # as below
         of_step: float = step_ns[rows, columns]
         if tile.extra:  # a is read again, and they are added after the rest
             of_step += (55 if sums_in_tensor_core else 90) + 2.8 * tile.extra
