@@ -249,6 +249,19 @@ def _fetch(
 
 
 @gluon.jit
+def _prefetch_scales(scale_b_ptr, at, first_step, end_step, strides, ORDER: gl.constexpr):
+    """Those of b for the first tile: the warp that fetches, which begins late, finds them near."""
+    _, matrix, _, n, _ = at
+    _, _, _, b_matrix, b_group, b_column, _ = strides
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    step = gl.minimum(first_step + gl.arange(0, 128, layout=THREADS), end_step - 1)
+    of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
+    of_b += (n * ORDER.columns // 128).to(gl.int64) * b_column + step.to(gl.int64) * b_group
+    ASM: gl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(ASM, "=r,l", [of_b], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _load_boxes(desc, matrix, row, k, bar, tile):
     """As many, one below the other, as there is room for."""
     BOX: gl.constexpr = desc.block_type.shape[1]
@@ -354,7 +367,7 @@ def _make_tile(
         acc, stage, phase = sum_in_pairs(
             acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
-    elif (HAS_GROUPS or IS_EXACT) and COLUMNS == WAVE:
+    elif (HAS_GROUPS or IS_EXACT) and (COLUMNS == WAVE or ORDER.extra > 0):
         acc, acc_2, stage, phase = sum_of_narrow(
             acc, acc_2, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
@@ -619,15 +632,17 @@ def _scaled_mm_kernel(
                     (a, b, extra, factors_a, full), descs, scale_a_ptr, first_of_all, step, stage,
                     False, IS_COLUMN_MAJOR, ORDER,
                 )  # fmt: skip
+    strides = (
+        stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
+        stride_scale_b_group, stride_scale_b_column, stride_bias,
+    )  # fmt: skip
+    if HAS_GROUPS and ORDER.ahead:
+        _prefetch_scales(scale_b_ptr, first_of_all, first_step, end_step, strides, ORDER)
     empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
     HAS_TURNS: gl.constexpr = ORDER.has_turns or is_transposed(ORDER)
     turns = make_barriers(2, 1) if HAS_TURNS else empty
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
-    strides = (
-        stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
-        stride_scale_b_group, stride_scale_b_column, stride_bias,
-    )  # fmt: skip
     ring = (a, b, extra, factors_a, factors_b, full, empty, turns)
     # what the end of a tile is made in, and goes to
     plain = (out_ptr, stride_out_matrix, stride_out_row)
@@ -838,6 +853,7 @@ def _call(
     is_grouped = row_offsets is not None
     of_class = triton.cdiv(size_class(num_rows), tiles.rows)  # row tiles, at most
     of_class = of_class + num_matrices if is_grouped else of_class * num_matrices
+    is_one_round = of_class * tiles_n * tiles.num_splits <= num_sms
     num_experts = max(power_of_two(num_matrices), 128) if is_grouped else 0
     has_column_scales = cell_a[1] == 0 and scale_b.shape[2] > 1
     sums_in_tensor_core = not is_exact and cell_a[1] == 0
@@ -867,7 +883,8 @@ def _call(
         rows=tiles.rows,
         columns=tiles.columns,
         steps=tiles.steps,
-        band=1 if tiles.kept else 2048 // tiles.rows,
+        # rows that stay in the L2; more, where K is short, means that b is read less often
+        band=1 if tiles.kept else (4096 if depth <= 2048 else 2048) // tiles.rows,
         kept=tiles.kept,
         extra=tiles.extra,
         has_narrow=is_narrow,
@@ -877,10 +894,14 @@ def _call(
         has_turns=tiles.has_turns,
         num_experts=num_experts,
         adds_both=cell_a[1] > 0 and depth < 16 * 128 and num_groups(tiles) == 2,
-        ahead=0 if is_grouped or is_narrow else min(2, tiles.stages),
+        ahead=0 if is_grouped or is_narrow else min(3, tiles.stages),
         # where a's rows are kept products take 1% longer with inverses
         divides=tiles.kept > 0 or of_class * tiles_n * tiles.num_splits >= HUGE,
-        held=num_held(
+        # found by trial: large tiles whose sums leave the tensor core take 1% less so
+        is_shuffled=tiles.rows == 256 and not sums_in_tensor_core and not is_narrow,
+        held=0
+        if is_one_round
+        else num_held(
             tiles,
             triton.cdiv(depth, 128),
             bytes_of_value=out.element_size(),
