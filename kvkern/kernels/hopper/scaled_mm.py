@@ -36,6 +36,8 @@ from kvkern.kernels.hopper.compat import (
     load_tile,
     matrix_descriptor,
     slices_descriptor,
+    thread_barrier,
+    view_tile,
 )
 from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
 from kvkern.kernels.hopper.scaled_mm_ends import (
@@ -54,6 +56,7 @@ from kvkern.kernels.hopper.scaled_mm_order import (
     NARROW_ROWS,
     WAVE,
     Order,
+    copies_of_b,
     first_extra_column,
     first_row_of,
     has_two,
@@ -134,24 +137,63 @@ def _load_narrow_stage(
         load_tile(scale_a, [of_rows, step, first_row], bar, factors_a.index(stage))
 
 
+@gluon.constexpr_function
+def _bytes_of_stage(a_bytes, is_column_major, order):
+    """Those that the TMA brings: of a with its scales, of b, and all of a narrow tile."""
+    of_scales = 4 * order.steps * order.rows if is_column_major else 0
+    of_b = (order.columns + order.extra) * order.steps * BLOCK_K.value
+    of_narrow = (NARROW_ROWS.value + WAVE.value) * BLOCK_K.value + of_scales
+    return a_bytes + of_scales, of_b, of_narrow
+
+
+@gluon.jit
+def _cells_of_a(
+    scale_a_ptr, of_rows, first_row, first_step, num_rows, strides, LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """Where the scales of stages are, by lanes, and which of their steps each is of."""
+    a_matrix, a_row, a_group, _, _, _, _ = strides
+    lane = gl.arange(0, STAGES * ORDER.steps * ORDER.rows, layout=LAYOUT)
+    row = gl.minimum(first_row + lane % ORDER.rows, num_rows - 1)
+    step_of_a = lane // ORDER.rows
+    of_a = scale_a_ptr + of_rows.to(gl.int64) * a_matrix
+    of_a += (first_step + step_of_a).to(gl.int64) * a_group
+    return of_a + row.to(gl.int64) * a_row, step_of_a
+
+
+@gluon.jit
+def _cells_of_b(
+    scale_b_ptr, matrix, n, first_step, num_columns, strides, LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """The same of b, with a copy for each row of a warpgroup."""
+    _, _, _, b_matrix, b_group, b_column, _ = strides
+    COUNT: gl.constexpr = copies_of_b(ORDER)
+    lane = gl.arange(0, STAGES * COUNT, layout=LAYOUT)
+    step_of_b = lane // (COUNT // ORDER.steps)
+    column = n * ORDER.columns
+    if ORDER.extra:
+        first_extra = gl.minimum(first_extra_column(n, num_columns, ORDER), num_columns - 1)
+        column = gl.where(lane % COUNT < WAVE, column, first_extra)
+    of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
+    of_b += (column // 128).to(gl.int64) * b_column
+    return of_b + (first_step + step_of_b).to(gl.int64) * b_group, step_of_b
+
+
 @gluon.jit
 def _fetch_stage(
     ring, descs, scale_a, at, cells, step, end_step, stage, phase, has_rows,
-    HAS_GROUPS: gl.constexpr, IS_COLUMN_MAJOR: gl.constexpr, IS_AHEAD: gl.constexpr,
-    ORDER: gl.constexpr,
+    HAS_GROUPS: gl.constexpr, IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """Fill a stage, or say what comes and add scales where the TMA ``IS_AHEAD``.
-
-    ``cells`` are the scales' places, which come back as the next stage's.
-    """
+    """Fill a stage. ``cells`` are the scales' places, which come back as the next stage's."""
     a, b, extra, factors_a, factors_b, full, empty, _ = ring
     of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group = cells
     _, _, _, n, num_columns = at
     STEPS: gl.constexpr = ORDER.steps
-    OF_SCALES: gl.constexpr = 4 * STEPS * ORDER.rows if IS_COLUMN_MAJOR else 0
-    OF_A: gl.constexpr = descs[0].block_type.nbytes + OF_SCALES
-    OF_B: gl.constexpr = (ORDER.columns + ORDER.extra) * STEPS * BLOCK_K
-    OF_NARROW: gl.constexpr = (NARROW_ROWS + WAVE) * BLOCK_K + OF_SCALES
+    BYTES: gl.constexpr = _bytes_of_stage(descs[0].block_type.nbytes, IS_COLUMN_MAJOR, ORDER)
+    OF_A: gl.constexpr = BYTES[0]
+    OF_B: gl.constexpr = BYTES[1]
+    OF_NARROW: gl.constexpr = BYTES[2]
     mbarrier.wait(empty.index(stage), phase)
     bar = full.index(stage)
     if HAS_GROUPS:  # before this warp arrives at the barrier; the next's are on their way
@@ -166,9 +208,8 @@ def _fetch_stage(
             mbarrier.expect(bar, OF_B)
         else:
             mbarrier.expect(bar, OF_A + OF_B)
-        if not IS_AHEAD:
-            stages = (a, b, extra, factors_a, full)
-            _load_stage(stages, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR, ORDER)
+        stages = (a, b, extra, factors_a, full)
+        _load_stage(stages, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR, ORDER)
     if HAS_GROUPS and not IS_COLUMN_MAJOR:
         place = step if ORDER.kept else stage
         if STEPS == 1:
@@ -182,27 +223,35 @@ def _fetch_stage(
 
 @gluon.jit
 def _fetch(
-    ring, descs, scales, shape, strides, HAS_GROUPS: gl.constexpr, IS_COLUMN_MAJOR: gl.constexpr,
-    ORDER: gl.constexpr,
+    ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fills the ring; scales of a step come beside its operands.
+    """The warp that fills the ring, but what ``_begin_ring`` has; scales of a step come beside it.
 
     Where a is kept its steps have a place each, and are there still for the next tile of its rows.
     """
-    a, b, _, _, factors_b, _, _, _ = ring
+    _, b, _, _, _, _, _, _ = ring
     scale_a_ptr, scale_b_ptr, _ = scales
     STAGES: gl.constexpr = b.shape[0]
-    BLOCK_M: gl.constexpr = a.shape[2]
     STEPS: gl.constexpr = ORDER.steps
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_rows, num_columns, _, _, _, _ = shape
-    a_matrix, a_row, a_group, b_matrix, b_group, b_column, _ = strides
-    stage = 0
-    phase = 1
+    _, _, a_group, _, b_group, _, _ = strides
     matrix_before = -1
     row_before = -1
-    for turn in range(num_rounds(shape, ORDER)):
-        matrix, first_row, _, n, _, first_step, end_step = place_of_unit(turn, shape, ORDER, 1)
+    place = first_place
+    stage = 0
+    phase = 1
+    if ORDER.ahead:
+        fills = gl.minimum(gl.cdiv(first_place[6] - first_place[5], STEPS), ORDER.ahead)
+        stage = gl.where(fills == STAGES, 0, fills)
+        phase = gl.where(fills == STAGES, 0, 1)
+    for turn in range(rounds):
+        matrix, first_row, _, n, _, first_step, end_step = place
+        first_due = first_step
+        if ORDER.ahead:  # by the turn: Triton 3.6 drops a carried value's change to a constant
+            end_ahead = gl.minimum(first_step + ORDER.ahead * STEPS, end_step)
+            first_due = gl.where(turn == 0, end_ahead, first_step)
         of_rows = matrix  # which of a's matrices
         if ORDER.num_experts:
             of_rows = 0 * matrix
@@ -212,53 +261,92 @@ def _fetch(
         step_of_a = 0
         step_of_b = 0
         if HAS_GROUPS and not IS_COLUMN_MAJOR:
-            lane = gl.arange(0, STEPS * BLOCK_M, layout=LANES)
-            row = gl.minimum(first_row + lane % BLOCK_M, num_rows - 1)
-            step_of_a = lane // BLOCK_M  # of a stage
-            of_a = scale_a_ptr + of_rows.to(gl.int64) * a_matrix
-            of_a += (first_step + step_of_a).to(gl.int64) * a_group
-            of_a += row.to(gl.int64) * a_row
-        if HAS_GROUPS:  # those of b with a copy for each row of a warpgroup
-            number = gl.arange(0, factors_b.shape[1], layout=LANES) // WAVE
-            step_of_b = number if ORDER.extra == 0 else 0 * number
-            column = n * ORDER.columns
-            if ORDER.extra:
-                first_extra = gl.minimum(first_extra_column(n, num_columns, ORDER), num_columns - 1)
-                column = gl.where(number == 0, column, first_extra)
-            of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
-            of_b += (column // 128).to(gl.int64) * b_column
-            of_b += (first_step + step_of_b).to(gl.int64) * b_group
-            scale_b = gl.load(of_b, mask=step_of_b < end_step - first_step, other=0)
+            of_a, step_of_a = _cells_of_a(
+                scale_a_ptr, of_rows, first_row, first_due, num_rows, strides, LANES, 1, ORDER
+            )
+        if HAS_GROUPS:
+            of_b, step_of_b = _cells_of_b(
+                scale_b_ptr, matrix, n, first_due, num_columns, strides, LANES, 1, ORDER
+            )
+            scale_b = gl.load(of_b, mask=step_of_b < end_step - first_due, other=0)
         has_rows = (matrix == matrix_before) & (first_row == row_before) & (ORDER.kept > 0)
         matrix_before = matrix
         row_before = first_row
         at = (of_rows, matrix, first_row, n, num_columns)
-        first_due = first_step
-        if ORDER.ahead:
-            end_ahead = gl.minimum(first_step + ORDER.ahead * STEPS, end_step)
-            first_due = gl.where(turn == 0, end_ahead, first_step)
-        bounds = (first_step, first_due, end_step)
-        for part in gl.static_range(0 if ORDER.ahead else 1, 2):
-            for step in range(bounds[part], bounds[part + 1], STEPS):
-                cells = (of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group)
-                of_a, of_b, scale_b = _fetch_stage(
-                    ring, descs, scale_a_ptr, at, cells, step, end_step, stage, phase, has_rows,
-                    HAS_GROUPS, IS_COLUMN_MAJOR, part == 0, ORDER,
-                )  # fmt: skip
-                stage, phase = next_stage(stage, phase, STAGES)
+        for step in range(first_due, end_step, STEPS):
+            cells = (of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group)
+            of_a, of_b, scale_b = _fetch_stage(
+                ring, descs, scale_a_ptr, at, cells, step, end_step, stage, phase, has_rows,
+                HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
+            )  # fmt: skip
+            stage, phase = next_stage(stage, phase, STAGES)
+        place = place_of_unit(turn + 1, shape, ORDER, 1)
 
 
 @gluon.jit
-def _prefetch_scales(scale_b_ptr, at, first_step, end_step, strides, ORDER: gl.constexpr):
-    """Those of b for the first tile: the warp that fetches, which begins late, finds them near."""
-    _, matrix, _, n, _ = at
-    _, _, _, b_matrix, b_group, b_column, _ = strides
+def _begin_ring(
+    ring, descs, scales, shape, strides, place, rounds, HAS_GROUPS: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """Make its barriers, and fill the first stages as soon as they have theirs.
+
+    The warp that fetches begins 1500 cycles later, of 15000 that a small product takes.
+    """
+    a, b, extra, factors_a, factors_b, full, empty, _ = ring
+    scale_a_ptr, scale_b_ptr, _ = scales
+    num_rows, num_columns, _, _, _, _ = shape
+    STAGES: gl.constexpr = b.shape[0]
+    STEPS: gl.constexpr = ORDER.steps
+    BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    step = gl.minimum(first_step + gl.arange(0, 128, layout=THREADS), end_step - 1)
-    of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
-    of_b += (n * ORDER.columns // 128).to(gl.int64) * b_column + step.to(gl.int64) * b_group
-    ASM: gl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(ASM, "=r,l", [of_b], dtype=gl.int32, is_pure=False, pack=1)
+    BYTES: gl.constexpr = _bytes_of_stage(descs[0].block_type.nbytes, IS_COLUMN_MAJOR, ORDER)
+    ALL: gl.constexpr = BYTES[0] + BYTES[1]
+    AHEAD: gl.constexpr = ORDER.ahead
+    matrix, first_row, _, n, _, first_step, end_step = place
+    of_rows = 0 * matrix if ORDER.num_experts else matrix
+    at = (of_rows, matrix, first_row, n, num_columns)
+    end_step = gl.where(rounds > 0, end_step, first_step)
+    num_steps = end_step - first_step
+    if AHEAD and HAS_GROUPS:  # under way while barriers are made
+        of_b, step_of_b = _cells_of_b(
+            scale_b_ptr, matrix, n, first_step, num_columns, strides, THREADS, AHEAD, ORDER
+        )
+        scale_b = gl.load(of_b, mask=step_of_b < num_steps, other=0)
+        if BY_LANES:
+            of_a, step_of_a = _cells_of_a(
+                scale_a_ptr, of_rows, first_row, first_step, num_rows, strides, THREADS, AHEAD,
+                ORDER,
+            )  # fmt: skip
+            scale_a = gl.load(of_a, mask=step_of_a < num_steps, other=0)
+    for stage in gl.static_range(STAGES):
+        # lanes of the warp that fetches, and that warp, which tells what the TMA will bring
+        mbarrier.init(full.index(stage), count=33 if BY_LANES else 1)
+        mbarrier.init(empty.index(stage), count=1 if ORDER.has_turns else ORDER.groups)
+        if stage < ORDER.ahead:
+            fence_async_shared()
+            step = first_step + stage * STEPS
+            if step < end_step:
+                mbarrier.expect(full.index(stage), ALL)
+                stages = (a, b, extra, factors_a, full)
+                _load_stage(
+                    stages, descs, scale_a_ptr, at, step, stage, False, IS_COLUMN_MAJOR, ORDER
+                )
+    if AHEAD and HAS_GROUPS:
+        _first_of_all(factors_b, step_of_b.shape[0]).store(scale_b)
+        if BY_LANES:
+            _first_of_all(factors_a, step_of_a.shape[0]).store(scale_a)
+            thread_barrier()
+            for stage in gl.static_range(AHEAD):
+                if stage * STEPS < num_steps:
+                    mbarrier.arrive(full.index(stage), count=32)
+    fence_async_shared()
+
+
+@gluon.jit
+def _first_of_all(factors, COUNT: gl.constexpr):
+    """Scales of the first stages, one after the other's."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return view_tile(factors, gl.float32, [COUNT], FLAT)
 
 
 @gluon.jit
@@ -271,8 +359,9 @@ def _load_boxes(desc, matrix, row, k, bar, tile):
 
 @gluon.jit
 def _multiply(
-    which: gl.constexpr, ring, ends, scales, shape, strides, HAS_GROUPS: gl.constexpr,
-    HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr, ORDER: gl.constexpr,
+    which: gl.constexpr, ring, ends, scales, shape, strides, first_place, rounds,
+    HAS_GROUPS: gl.constexpr, HAS_COLUMN_SCALES: gl.constexpr, IS_EXACT: gl.constexpr,
+    ORDER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: one or two times 64 rows of each tile.
 
@@ -292,8 +381,10 @@ def _multiply(
     phase = 0
     narrow_turn = 0
     held = nothing_held(shape, ORDER)
-    place = place_of_unit(FIRST, shape, ORDER, 4)
-    for turn in range(FIRST, num_rounds(shape, ORDER), EVERY):
+    place = first_place
+    if FIRST > 0:
+        place = place_of_unit(FIRST, shape, ORDER, 4)
+    for turn in range(FIRST, rounds, EVERY):
         first_step = place[5]
         num_steps = place[6] - first_step
         if ORDER.has_turns:  # the other's steps have gone by
@@ -603,8 +694,7 @@ def _scaled_mm_kernel(
     else:
         factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, STEPS * BLOCK_M], FLAT)
     NUM_OF_B: gl.constexpr = STAGES if HAS_GROUPS else 1
-    OF_B: gl.constexpr = 2 if ORDER.extra else STEPS  # of 64 copies
-    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_OF_B, OF_B * WAVE], FLAT)
+    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_OF_B, copies_of_b(ORDER)], FLAT)
     extra = b
     if ORDER.extra:
         extra = gl.allocate_shared_memory(
@@ -617,51 +707,41 @@ def _scaled_mm_kernel(
     shape = (num_rows, num_columns, depth, num_matrices, num_splits, experts)
     descs = (a_desc, b_desc, extra_desc)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gl.static_assert(ORDER.ahead <= STAGES)
-    if ORDER.ahead:
-        matrix, first_row, _, n, _, first_step, end_step = place_of_unit(0, shape, ORDER, 4)
-        first_of_all = (matrix, matrix, first_row, n, num_columns)
-    for stage in gl.static_range(STAGES):
-        # lanes of the warp that fetches, and that warp, which tells what the TMA will bring
-        mbarrier.init(full.index(stage), count=33 if BY_LANES else 1)
-        if stage < ORDER.ahead:
-            fence_async_shared()
-            step = first_step + stage * STEPS
-            if step < end_step:
-                _load_stage(
-                    (a, b, extra, factors_a, full), descs, scale_a_ptr, first_of_all, step, stage,
-                    False, IS_COLUMN_MAJOR, ORDER,
-                )  # fmt: skip
+    HAS_TURNS: gl.constexpr = ORDER.has_turns or is_transposed(ORDER)
+    turns = make_barriers(2, 1) if HAS_TURNS else empty
     strides = (
         stride_scale_a_matrix, stride_scale_a_row, stride_scale_a_group, stride_scale_b_matrix,
         stride_scale_b_group, stride_scale_b_column, stride_bias,
     )  # fmt: skip
-    if HAS_GROUPS and ORDER.ahead:
-        _prefetch_scales(scale_b_ptr, first_of_all, first_step, end_step, strides, ORDER)
-    empty = make_barriers(STAGES, 1 if ORDER.has_turns else GROUPS)
-    HAS_TURNS: gl.constexpr = ORDER.has_turns or is_transposed(ORDER)
-    turns = make_barriers(2, 1) if HAS_TURNS else empty
-    fence_async_shared()
-    gdc_launch_dependents()  # a sum of splits that waits for all of this may start
     ring = (a, b, extra, factors_a, factors_b, full, empty, turns)
     # what the end of a tile is made in, and goes to
     plain = (out_ptr, stride_out_matrix, stride_out_row)
     ends = (staged, of_columns, out_desc, plain)
     scales = (scale_a_ptr, scale_b_ptr, bias_ptr)
+    first_place = place_of_unit(0, shape, ORDER, 4)
+    rounds = num_rounds(shape, ORDER)
+    _begin_ring(
+        ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS, IS_COLUMN_MAJOR,
+        ORDER,
+    )  # fmt: skip
+    gdc_launch_dependents()  # a sum of splits that waits for all of this may start
     TO_FETCH: gl.constexpr = _registers_to_fetch(BY_LANES, ORDER)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, ring, ends, scales, shape, strides, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
-                    ORDER,
+                    0, ring, ends, scales, shape, strides, first_place, rounds, HAS_GROUPS,
+                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )),
                 (_multiply, (
-                    1, ring, ends, scales, shape, strides, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
-                    ORDER,
+                    1, ring, ends, scales, shape, strides, first_place, rounds, HAS_GROUPS,
+                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )),
                 (_fetch, (
-                    ring, descs, scales, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
+                    ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS,
+                    IS_COLUMN_MAJOR, ORDER,
                 )),
             ],
             [4, 1],
@@ -671,11 +751,12 @@ def _scaled_mm_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, ring, ends, scales, shape, strides, HAS_GROUPS, HAS_COLUMN_SCALES, IS_EXACT,
-                    ORDER,
+                    0, ring, ends, scales, shape, strides, first_place, rounds, HAS_GROUPS,
+                    HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )),
                 (_fetch, (
-                    ring, descs, scales, shape, strides, HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
+                    ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS,
+                    IS_COLUMN_MAJOR, ORDER,
                 )),
             ],
             [1],
@@ -853,7 +934,6 @@ def _call(
     is_grouped = row_offsets is not None
     of_class = triton.cdiv(size_class(num_rows), tiles.rows)  # row tiles, at most
     of_class = of_class + num_matrices if is_grouped else of_class * num_matrices
-    is_one_round = of_class * tiles_n * tiles.num_splits <= num_sms
     num_experts = max(power_of_two(num_matrices), 128) if is_grouped else 0
     has_column_scales = cell_a[1] == 0 and scale_b.shape[2] > 1
     sums_in_tensor_core = not is_exact and cell_a[1] == 0
@@ -879,6 +959,16 @@ def _call(
         arguments["out_ptr"] = out
         arguments["stride_out_matrix"], arguments["stride_out_row"] = parts.stride()[:2]
     arguments["row_offsets_ptr"] = row_offsets
+    held = num_held(
+        tiles,
+        triton.cdiv(depth, 128),
+        bytes_of_value=out.element_size(),
+        is_narrow=is_narrow,
+        is_grouped=is_grouped,
+        sums_in_tensor_core=sums_in_tensor_core,
+    )
+    if of_class * tiles_n * tiles.num_splits <= num_sms:  # there is no next tile
+        held = 0
     arguments["ORDER"] = Order(
         rows=tiles.rows,
         columns=tiles.columns,
@@ -894,21 +984,12 @@ def _call(
         has_turns=tiles.has_turns,
         num_experts=num_experts,
         adds_both=cell_a[1] > 0 and depth < 16 * 128 and num_groups(tiles) == 2,
-        ahead=0 if is_grouped or is_narrow else min(3, tiles.stages),
+        ahead=0 if is_narrow else 2,
         # where a's rows are kept products take 1% longer with inverses
         divides=tiles.kept > 0 or of_class * tiles_n * tiles.num_splits >= HUGE,
         # found by trial: large tiles whose sums leave the tensor core take 1% less so
         is_shuffled=tiles.rows == 256 and not sums_in_tensor_core and not is_narrow,
-        held=0
-        if is_one_round
-        else num_held(
-            tiles,
-            triton.cdiv(depth, 128),
-            bytes_of_value=out.element_size(),
-            is_narrow=is_narrow,
-            is_grouped=is_grouped,
-            sums_in_tensor_core=sums_in_tensor_core,
-        ),
+        held=held,
     )
     # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)
@@ -922,7 +1003,7 @@ def _call(
 _BUDGET = spills("128 registers of few rows; looking for one of 1024 experts", 0, newer=32)
 # few registers are left beside what is held; none of these is in a loop over K
 _OF_KEPT = spills("once a tile, beside what is held and a's steps are kept", 160, newer=288)
-_OF_EXPERTS = spills("looking for one of 1024 experts beside what is held", 736, newer=992)
+_OF_EXPERTS = spills("looking for one of 1024 experts beside what is held", 768, newer=1040)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:

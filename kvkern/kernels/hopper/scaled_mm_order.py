@@ -33,7 +33,7 @@ class Order(NamedTuple):
     has_turns: bool  # a warpgroup makes every other tile alone
     num_experts: int  # at most, that share out a's rows; 0: all rows go with each matrix
     adds_both: bool  # products of a pair before the next pair is begun
-    ahead: int  # stages that are asked for before all barriers are made and the warps have begun
+    ahead: int  # stages that are filled before all barriers are made and the warps have begun
     divides: bool  # numbers of units as integers, not by an inverse
     is_shuffled: bool  # programs with odd places come after those with even ones
     held: int  # boxes of a result that a warpgroup stores under the next tile's products, or 0
@@ -43,6 +43,12 @@ class Order(NamedTuple):
 def first_row_of(which, order):
     """Of a warpgroup in a tile, whose rows are shared out if there are more than 64."""
     return which * order.rows // 2 if order.rows > 64 and not order.has_turns else 0
+
+
+@gluon.constexpr_function
+def copies_of_b(order):
+    """Of the scales that a stage has of b's columns: one for each row of a warpgroup."""
+    return (2 if order.extra else order.steps) * WAVE.value
 
 
 @gluon.constexpr_function

@@ -104,7 +104,7 @@ def choose_tiles(
             return float(math.ceil(count / num_sms) * steps * of_steps + 500 + 800)  # as below
         of_step: float = step_ns[rows, columns]
         if tile.extra:  # a is read again, and they are added after the rest
-            of_step += (55 if sums_in_tensor_core else 90) + 2.8 * tile.extra
+            of_step += (55 if sums_in_tensor_core else 50) + 2.8 * tile.extra
         # or by what memory gives: with less of a beside b more of b is on its way
         memory = 3300 if columns == 32 else 3900 if rows == 64 else 3700  # bytes a ns
         of_b = (columns + tile.extra) * 128 / tiles_m / memory
