@@ -2,15 +2,17 @@
 
 A program takes every num_programs-th tile of ``out``, or part of K of one; where K is short, tiles
 next to each other, whose rows of a it keeps. One warp fetches steps of 128 of K by TMA into a ring
-of STAGES; two warpgroups multiply, each one half of the tile's rows, 64 at a time, or every other
-tile; one does it all, if there are 64. They hold the result of a large tile until the next one's
-products are under way, so that the tensor core waits for little between tiles.
+of STAGES, but for the first two, which are asked for before it has begun; two warpgroups multiply,
+each one half of the tile's rows, 64 at a time, or every other tile; one does it all, if there are
+64. They hold the result of a large tile until the next one's products are under way, so that the
+tensor core waits for little between tiles.
 Columns that are left have narrow tiles, done last, or each tile has a few of them beside its own.
 Rows of experts are cut into tiles that begin and end with them.
 
-Here are the roles, the kernel, and launches and repeats. Beside it: ``scaled_mm_tiles`` chooses
-tiles, ``scaled_mm_order`` says which one is whose, ``scaled_mm_sums`` adds products up,
-``scaled_mm_ends`` has the way out; few rows have a kernel of their own, ``scaled_mm_few``.
+Here are those that multiply, the kernel, and launches and repeats. Beside it: ``scaled_mm_tiles``
+chooses tiles, ``scaled_mm_order`` says which one is whose, ``scaled_mm_ring`` fetches operands,
+``scaled_mm_sums`` adds products up, ``scaled_mm_ends`` has the way out; few rows have a kernel of
+their own, ``scaled_mm_few``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,25 +23,13 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.kernels.config import FP8_PRODUCT, KernelConfig, config_of_call, spills
 from kvkern.kernels.device import gpu_of
-from kvkern.kernels.hopper.compat import (
-    copy_values,
-    load_tile,
-    matrix_descriptor,
-    slices_descriptor,
-    thread_barrier,
-    view_tile,
-)
-from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
+from kvkern.kernels.hopper.compat import matrix_descriptor, slices_descriptor
+from kvkern.kernels.hopper.paging import make_barriers, pin
 from kvkern.kernels.hopper.scaled_mm_ends import (
     clear_padding,
     load_ends,
@@ -53,7 +43,6 @@ from kvkern.kernels.hopper.scaled_mm_ends import (
 from kvkern.kernels.hopper.scaled_mm_few import BLOCK_K, OF_A_STEP, scaled_mm_few_kernel
 from kvkern.kernels.hopper.scaled_mm_order import (
     HUGE,
-    NARROW_ROWS,
     WAVE,
     Order,
     copies_of_b,
@@ -68,6 +57,7 @@ from kvkern.kernels.hopper.scaled_mm_order import (
     transposed_order,
     where_to,
 )
+from kvkern.kernels.hopper.scaled_mm_ring import begin_ring, fetch
 from kvkern.kernels.hopper.scaled_mm_sums import (
     begin_in_registers,
     begin_in_tensor_core,
@@ -76,7 +66,7 @@ from kvkern.kernels.hopper.scaled_mm_sums import (
     sum_in_pairs,
     sum_in_registers,
     sum_in_tensor_core,
-    sum_of_narrow,
+    sum_under_products,
 )
 from kvkern.kernels.hopper.scaled_mm_tiles import (
     Tiles,
@@ -92,269 +82,6 @@ from kvkern.kernels.launch import Descriptors, Launch, launch
 from kvkern.kernels.paging import power_of_two
 from kvkern.kernels.sum_splits import SumAgain, launch_sum, new_partials
 from kvkern.warm_up import size_class
-
-
-@gluon.jit
-def _load_stage(
-    stages, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR: gl.constexpr,
-    ORDER: gl.constexpr,
-):  # fmt: skip
-    """What the TMA fetches for a tile that is not narrow."""
-    a, b, extra, factors_a, full = stages
-    a_desc, b_desc, extra_desc = descs
-    of_rows, matrix, first_row, n, num_columns = at
-    BOX_M: gl.constexpr = a_desc.block_type.shape[1]
-    bar = full.index(stage)
-    place = step if ORDER.kept else stage
-    k = step * BLOCK_K
-    if not has_rows:
-        box = a.index(place).slice(0, BOX_M, dim=1)  # no more rows are ever stored
-        load_tile(a_desc, [of_rows, first_row, k], bar, box)
-    _load_boxes(b_desc, matrix, n * ORDER.columns, k, bar, b.index(stage))
-    if IS_COLUMN_MAJOR:
-        if not has_rows:
-            load_tile(scale_a, [of_rows, step, first_row], bar, factors_a.index(place))
-    if ORDER.extra:
-        at_extra = [matrix, first_extra_column(n, num_columns, ORDER), k]
-        load_tile(extra_desc, at_extra, bar, extra.index(stage))
-
-
-@gluon.jit
-def _load_narrow_stage(
-    ring, descs, scale_a, at, step, stage, IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr
-):
-    """The same for one that is."""
-    a, b, _, factors_a, _, full, _, _ = ring
-    a_desc, b_desc, _ = descs
-    of_rows, matrix, first_row, n, _ = at
-    bar = full.index(stage)
-    k = step * BLOCK_K
-    columns, rows = narrow_operands(a, b, ORDER)
-    columns = columns.index(stage).slice(0, WAVE, dim=1)
-    _load_boxes(b_desc, matrix, n * ORDER.columns, k, bar, columns)
-    _load_boxes(a_desc, of_rows, first_row, k, bar, rows.index(stage))
-    if IS_COLUMN_MAJOR:
-        load_tile(scale_a, [of_rows, step, first_row], bar, factors_a.index(stage))
-
-
-@gluon.constexpr_function
-def _bytes_of_stage(a_bytes, is_column_major, order):
-    """Those that the TMA brings: of a with its scales, of b, and all of a narrow tile."""
-    of_scales = 4 * order.steps * order.rows if is_column_major else 0
-    of_b = (order.columns + order.extra) * order.steps * BLOCK_K.value
-    of_narrow = (NARROW_ROWS.value + WAVE.value) * BLOCK_K.value + of_scales
-    return a_bytes + of_scales, of_b, of_narrow
-
-
-@gluon.jit
-def _cells_of_a(
-    scale_a_ptr, of_rows, first_row, first_step, num_rows, strides, LAYOUT: gl.constexpr,
-    STAGES: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """Where the scales of stages are, by lanes, and which of their steps each is of."""
-    a_matrix, a_row, a_group, _, _, _, _ = strides
-    lane = gl.arange(0, STAGES * ORDER.steps * ORDER.rows, layout=LAYOUT)
-    row = gl.minimum(first_row + lane % ORDER.rows, num_rows - 1)
-    step_of_a = lane // ORDER.rows
-    of_a = scale_a_ptr + of_rows.to(gl.int64) * a_matrix
-    of_a += (first_step + step_of_a).to(gl.int64) * a_group
-    return of_a + row.to(gl.int64) * a_row, step_of_a
-
-
-@gluon.jit
-def _cells_of_b(
-    scale_b_ptr, matrix, n, first_step, num_columns, strides, LAYOUT: gl.constexpr,
-    STAGES: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """The same of b, with a copy for each row of a warpgroup."""
-    _, _, _, b_matrix, b_group, b_column, _ = strides
-    COUNT: gl.constexpr = copies_of_b(ORDER)
-    lane = gl.arange(0, STAGES * COUNT, layout=LAYOUT)
-    step_of_b = lane // (COUNT // ORDER.steps)
-    column = n * ORDER.columns
-    if ORDER.extra:
-        first_extra = gl.minimum(first_extra_column(n, num_columns, ORDER), num_columns - 1)
-        column = gl.where(lane % COUNT < WAVE, column, first_extra)
-    of_b = scale_b_ptr + matrix.to(gl.int64) * b_matrix
-    of_b += (column // 128).to(gl.int64) * b_column
-    return of_b + (first_step + step_of_b).to(gl.int64) * b_group, step_of_b
-
-
-@gluon.jit
-def _fetch_stage(
-    ring, descs, scale_a, at, cells, step, end_step, stage, phase, has_rows,
-    HAS_GROUPS: gl.constexpr, IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """Fill a stage. ``cells`` are the scales' places, which come back as the next stage's."""
-    a, b, extra, factors_a, factors_b, full, empty, _ = ring
-    of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group = cells
-    _, _, _, n, num_columns = at
-    STEPS: gl.constexpr = ORDER.steps
-    BYTES: gl.constexpr = _bytes_of_stage(descs[0].block_type.nbytes, IS_COLUMN_MAJOR, ORDER)
-    OF_A: gl.constexpr = BYTES[0]
-    OF_B: gl.constexpr = BYTES[1]
-    OF_NARROW: gl.constexpr = BYTES[2]
-    mbarrier.wait(empty.index(stage), phase)
-    bar = full.index(stage)
-    if HAS_GROUPS:  # before this warp arrives at the barrier; the next's are on their way
-        factors_b.index(stage).store(scale_b)
-        of_b += STEPS * b_group
-        scale_b = gl.load(of_b, mask=step_of_b < end_step - step - STEPS, other=0)
-    if ORDER.has_narrow and n == num_columns // ORDER.columns:
-        mbarrier.expect(bar, OF_NARROW)
-        _load_narrow_stage(ring, descs, scale_a, at, step, stage, IS_COLUMN_MAJOR, ORDER)
-    else:
-        if has_rows:
-            mbarrier.expect(bar, OF_B)
-        else:
-            mbarrier.expect(bar, OF_A + OF_B)
-        stages = (a, b, extra, factors_a, full)
-        _load_stage(stages, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR, ORDER)
-    if HAS_GROUPS and not IS_COLUMN_MAJOR:
-        place = step if ORDER.kept else stage
-        if STEPS == 1:
-            copy_values(factors_a.index(place), of_a)
-        else:
-            copy_values(factors_a.index(place), of_a, step_of_a < end_step - step)
-        of_a += STEPS * a_group
-        async_copy.mbarrier_arrive(bar, increment_count=False)
-    return of_a, of_b, scale_b
-
-
-@gluon.jit
-def _fetch(
-    ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS: gl.constexpr,
-    IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """The warp that fills the ring, but what ``_begin_ring`` has; scales of a step come beside it.
-
-    Where a is kept its steps have a place each, and are there still for the next tile of its rows.
-    """
-    _, b, _, _, _, _, _, _ = ring
-    scale_a_ptr, scale_b_ptr, _ = scales
-    STAGES: gl.constexpr = b.shape[0]
-    STEPS: gl.constexpr = ORDER.steps
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    num_rows, num_columns, _, _, _, _ = shape
-    _, _, a_group, _, b_group, _, _ = strides
-    matrix_before = -1
-    row_before = -1
-    place = first_place
-    stage = 0
-    phase = 1
-    if ORDER.ahead:
-        fills = gl.minimum(gl.cdiv(first_place[6] - first_place[5], STEPS), ORDER.ahead)
-        stage = gl.where(fills == STAGES, 0, fills)
-        phase = gl.where(fills == STAGES, 0, 1)
-    for turn in range(rounds):
-        matrix, first_row, _, n, _, first_step, end_step = place
-        first_due = first_step
-        if ORDER.ahead:  # by the turn: Triton 3.6 drops a carried value's change to a constant
-            end_ahead = gl.minimum(first_step + ORDER.ahead * STEPS, end_step)
-            first_due = gl.where(turn == 0, end_ahead, first_step)
-        of_rows = matrix  # which of a's matrices
-        if ORDER.num_experts:
-            of_rows = 0 * matrix
-        of_a = 0
-        of_b = 0
-        scale_b = 0
-        step_of_a = 0
-        step_of_b = 0
-        if HAS_GROUPS and not IS_COLUMN_MAJOR:
-            of_a, step_of_a = _cells_of_a(
-                scale_a_ptr, of_rows, first_row, first_due, num_rows, strides, LANES, 1, ORDER
-            )
-        if HAS_GROUPS:
-            of_b, step_of_b = _cells_of_b(
-                scale_b_ptr, matrix, n, first_due, num_columns, strides, LANES, 1, ORDER
-            )
-            scale_b = gl.load(of_b, mask=step_of_b < end_step - first_due, other=0)
-        has_rows = (matrix == matrix_before) & (first_row == row_before) & (ORDER.kept > 0)
-        matrix_before = matrix
-        row_before = first_row
-        at = (of_rows, matrix, first_row, n, num_columns)
-        for step in range(first_due, end_step, STEPS):
-            cells = (of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group)
-            of_a, of_b, scale_b = _fetch_stage(
-                ring, descs, scale_a_ptr, at, cells, step, end_step, stage, phase, has_rows,
-                HAS_GROUPS, IS_COLUMN_MAJOR, ORDER,
-            )  # fmt: skip
-            stage, phase = next_stage(stage, phase, STAGES)
-        place = place_of_unit(turn + 1, shape, ORDER, 1)
-
-
-@gluon.jit
-def _begin_ring(
-    ring, descs, scales, shape, strides, place, rounds, HAS_GROUPS: gl.constexpr,
-    IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """Make its barriers, and fill the first stages as soon as they have theirs.
-
-    The warp that fetches begins 1500 cycles later, of 15000 that a small product takes.
-    """
-    a, b, extra, factors_a, factors_b, full, empty, _ = ring
-    scale_a_ptr, scale_b_ptr, _ = scales
-    num_rows, num_columns, _, _, _, _ = shape
-    STAGES: gl.constexpr = b.shape[0]
-    STEPS: gl.constexpr = ORDER.steps
-    BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
-    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    BYTES: gl.constexpr = _bytes_of_stage(descs[0].block_type.nbytes, IS_COLUMN_MAJOR, ORDER)
-    ALL: gl.constexpr = BYTES[0] + BYTES[1]
-    AHEAD: gl.constexpr = ORDER.ahead
-    matrix, first_row, _, n, _, first_step, end_step = place
-    of_rows = 0 * matrix if ORDER.num_experts else matrix
-    at = (of_rows, matrix, first_row, n, num_columns)
-    end_step = gl.where(rounds > 0, end_step, first_step)
-    num_steps = end_step - first_step
-    if AHEAD and HAS_GROUPS:  # under way while barriers are made
-        of_b, step_of_b = _cells_of_b(
-            scale_b_ptr, matrix, n, first_step, num_columns, strides, THREADS, AHEAD, ORDER
-        )
-        scale_b = gl.load(of_b, mask=step_of_b < num_steps, other=0)
-        if BY_LANES:
-            of_a, step_of_a = _cells_of_a(
-                scale_a_ptr, of_rows, first_row, first_step, num_rows, strides, THREADS, AHEAD,
-                ORDER,
-            )  # fmt: skip
-            scale_a = gl.load(of_a, mask=step_of_a < num_steps, other=0)
-    for stage in gl.static_range(STAGES):
-        # lanes of the warp that fetches, and that warp, which tells what the TMA will bring
-        mbarrier.init(full.index(stage), count=33 if BY_LANES else 1)
-        mbarrier.init(empty.index(stage), count=1 if ORDER.has_turns else ORDER.groups)
-        if stage < ORDER.ahead:
-            fence_async_shared()
-            step = first_step + stage * STEPS
-            if step < end_step:
-                mbarrier.expect(full.index(stage), ALL)
-                stages = (a, b, extra, factors_a, full)
-                _load_stage(
-                    stages, descs, scale_a_ptr, at, step, stage, False, IS_COLUMN_MAJOR, ORDER
-                )
-    if AHEAD and HAS_GROUPS:
-        _first_of_all(factors_b, step_of_b.shape[0]).store(scale_b)
-        if BY_LANES:
-            _first_of_all(factors_a, step_of_a.shape[0]).store(scale_a)
-            thread_barrier()
-            for stage in gl.static_range(AHEAD):
-                if stage * STEPS < num_steps:
-                    mbarrier.arrive(full.index(stage), count=32)
-    fence_async_shared()
-
-
-@gluon.jit
-def _first_of_all(factors, COUNT: gl.constexpr):
-    """Scales of the first stages, one after the other's."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return view_tile(factors, gl.float32, [COUNT], FLAT)
-
-
-@gluon.jit
-def _load_boxes(desc, matrix, row, k, bar, tile):
-    """As many, one below the other, as there is room for."""
-    BOX: gl.constexpr = desc.block_type.shape[1]
-    for part in gl.static_range(tile.shape[1] // BOX):
-        load_tile(desc, [matrix, row + part * BOX, k], bar, tile.slice(part * BOX, BOX, dim=1))
 
 
 @gluon.jit
@@ -459,7 +186,7 @@ def _make_tile(
             acc, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
     elif (HAS_GROUPS or IS_EXACT) and (COLUMNS == WAVE or ORDER.extra > 0):
-        acc, acc_2, stage, phase = sum_of_narrow(
+        acc, acc_2, stage, phase = sum_under_products(
             acc, acc_2, ring, num_steps, stage, phase, which, HAS_GROUPS, ORDER
         )
     elif HAS_GROUPS or IS_EXACT:
@@ -722,7 +449,7 @@ def _scaled_mm_kernel(
     scales = (scale_a_ptr, scale_b_ptr, bias_ptr)
     first_place = place_of_unit(0, shape, ORDER, 4)
     rounds = num_rounds(shape, ORDER)
-    _begin_ring(
+    begin_ring(
         ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS, IS_COLUMN_MAJOR,
         ORDER,
     )  # fmt: skip
@@ -739,7 +466,7 @@ def _scaled_mm_kernel(
                     1, ring, ends, scales, shape, strides, first_place, rounds, HAS_GROUPS,
                     HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )),
-                (_fetch, (
+                (fetch, (
                     ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS,
                     IS_COLUMN_MAJOR, ORDER,
                 )),
@@ -754,7 +481,7 @@ def _scaled_mm_kernel(
                     0, ring, ends, scales, shape, strides, first_place, rounds, HAS_GROUPS,
                     HAS_COLUMN_SCALES, IS_EXACT, ORDER,
                 )),
-                (_fetch, (
+                (fetch, (
                     ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS,
                     IS_COLUMN_MAJOR, ORDER,
                 )),

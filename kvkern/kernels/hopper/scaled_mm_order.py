@@ -35,7 +35,9 @@ class Order(NamedTuple):
     adds_both: bool  # products of a pair before the next pair is begun
     ahead: int  # stages that are filled before all barriers are made and the warps have begun
     divides: bool  # numbers of units as integers, not by an inverse
-    is_shuffled: bool  # programs with odd places come after those with even ones
+    is_shuffled: (
+        bool  # the first half of the programs has a round's even places, the other odd ones
+    )
     held: int  # boxes of a result that a warpgroup stores under the next tile's products, or 0
 
 

@@ -193,13 +193,14 @@ def _end_step_in_registers(
 
 
 @gluon.jit
-def sum_of_narrow(
+def sum_under_products(
     acc, acc_2, ring, num_steps, stage, phase, WHICH: gl.constexpr, HAS_GROUPS: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """The same of 64 columns, where registers allow one product to be made under another's sum.
+    """The same of 64 columns, or of few beside a tile's own: each product under the other's sum.
 
-    ptxas lets products overlap only if there are two ways to end, as of ``sum_in_pairs``.
+    Registers allow that there. ptxas lets products overlap only if there are two ways to end, as of
+    ``sum_in_pairs``.
     """
     _, b, _, _, _, full, empty, _ = ring
     STAGES: gl.constexpr = b.shape[0]
