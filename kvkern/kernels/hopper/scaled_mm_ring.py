@@ -117,7 +117,7 @@ def fetch(
     for turn in range(rounds):
         matrix, first_row, _, n, _, first_step, end_step = place
         first_due = first_step
-        if ORDER.ahead:  # by the turn: Triton 3.6 drops a carried value's change to a constant
+        if ORDER.ahead:  # by the turn: Triton 3.6 loses a carried value that only bounds a loop
             end_ahead = gl.minimum(first_step + ORDER.ahead * STEPS, end_step)
             first_due = gl.where(turn == 0, end_ahead, first_step)
         of_rows = matrix  # which of a's matrices
