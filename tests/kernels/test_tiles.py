@@ -324,7 +324,7 @@ def test_hopper_warpgroups_take_turns_where_small_tiles_fill_the_card_better():
 
 def test_hopper_holds_results_of_large_tiles_that_are_stored_whole():
     def held(tiles, steps=16, is_fast=True, **others):
-        given = {"is_narrow": False, "sums_in_tensor_core": is_fast} | others
+        given = {"rounds": 2, "is_narrow": False, "sums_in_tensor_core": is_fast} | others
         return scaled_mm_tiles.num_held(tiles, steps, **given)
 
     wide, high = scaled_mm_tiles.Tiles(128, 256, 1, 4), scaled_mm_tiles.Tiles(256, 128, 1, 4)
@@ -340,6 +340,7 @@ def test_hopper_holds_results_of_large_tiles_that_are_stored_whole():
         (wide, True, {"is_narrow": True}),
         (high, False, {"bytes_of_value": 4}),
         (high, False, {"is_grouped": True}),
+        (wide, True, {"rounds": 1}),  # there is no next tile
     ):
         assert held(tiles, is_fast=is_fast, **others) == 0
 

@@ -814,7 +814,9 @@ def test_results_held_until_the_next_tiles_products(
     assert_right_of_tiles(
         m, n, k, scaling, (E4M3, E4M3), out_dtype, accumulation, of_matrices,
         lambda of, tiles, is_fast: of.num_held(
-            tiles, -(-k // 128), is_narrow=of.has_narrow(n, tiles, sums_in_tensor_core=is_fast),
+            tiles, -(-k // 128),
+            rounds=-(-of_matrices * -(-m // tiles.rows) * -(-n // tiles.columns) // 132),
+            is_narrow=of.has_narrow(n, tiles, sums_in_tensor_core=is_fast),
             sums_in_tensor_core=is_fast,
         ),
     )  # fmt: skip

@@ -45,7 +45,6 @@ from kvkern.kernels.hopper.scaled_mm_order import (
     HUGE,
     WAVE,
     Order,
-    copies_of_b,
     first_extra_column,
     first_row_of,
     has_two,
@@ -57,7 +56,7 @@ from kvkern.kernels.hopper.scaled_mm_order import (
     transposed_order,
     where_to,
 )
-from kvkern.kernels.hopper.scaled_mm_ring import begin_ring, fetch
+from kvkern.kernels.hopper.scaled_mm_ring import begin_ring, copies_of_b, fetch
 from kvkern.kernels.hopper.scaled_mm_sums import (
     begin_in_registers,
     begin_in_tensor_core,
@@ -661,6 +660,7 @@ def _call(
     is_grouped = row_offsets is not None
     of_class = triton.cdiv(size_class(num_rows), tiles.rows)  # row tiles, at most
     of_class = of_class + num_matrices if is_grouped else of_class * num_matrices
+    units_of_class = of_class * tiles_n * tiles.num_splits
     num_experts = max(power_of_two(num_matrices), 128) if is_grouped else 0
     has_column_scales = cell_a[1] == 0 and scale_b.shape[2] > 1
     sums_in_tensor_core = not is_exact and cell_a[1] == 0
@@ -686,16 +686,6 @@ def _call(
         arguments["out_ptr"] = out
         arguments["stride_out_matrix"], arguments["stride_out_row"] = parts.stride()[:2]
     arguments["row_offsets_ptr"] = row_offsets
-    held = num_held(
-        tiles,
-        triton.cdiv(depth, 128),
-        bytes_of_value=out.element_size(),
-        is_narrow=is_narrow,
-        is_grouped=is_grouped,
-        sums_in_tensor_core=sums_in_tensor_core,
-    )
-    if of_class * tiles_n * tiles.num_splits <= num_sms:  # there is no next tile
-        held = 0
     arguments["ORDER"] = Order(
         rows=tiles.rows,
         columns=tiles.columns,
@@ -713,10 +703,18 @@ def _call(
         adds_both=cell_a[1] > 0 and depth < 16 * 128 and num_groups(tiles) == 2,
         ahead=0 if is_narrow else 2,
         # where a's rows are kept products take 1% longer with inverses
-        divides=tiles.kept > 0 or of_class * tiles_n * tiles.num_splits >= HUGE,
+        divides=tiles.kept > 0 or units_of_class >= HUGE,
         # found by trial: large tiles whose sums leave the tensor core take 1% less so
         is_shuffled=tiles.rows == 256 and not sums_in_tensor_core and not is_narrow,
-        held=held,
+        held=num_held(
+            tiles,
+            triton.cdiv(depth, 128),
+            rounds=triton.cdiv(units_of_class, num_sms),
+            bytes_of_value=out.element_size(),
+            is_narrow=is_narrow,
+            is_grouped=is_grouped,
+            sums_in_tensor_core=sums_in_tensor_core,
+        ),
     )
     # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
     arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)
@@ -749,6 +747,9 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("fast", 16, 4096, 7168, {"a_dtype": torch.float8_e5m2, "dtype": fp16, "has_bias": True}),
         ("exact", 4096, 4096, 7168, {"is_exact": True, "has_bias": True}),
         ("exact", 128, 4096, 7168, {"is_exact": True, "dtype": fp16}),
+        ("fast-once", 1024, 4096, 7168, {"has_bias": True}),
+        ("exact-once", 1024, 4096, 7168, {"is_exact": True, "has_bias": True}),
+        ("groups-once", 1024, 4096, 7168, {"of_groups": "row", "has_bias": True}),
         ("groups", 4096, 4096, 7168, {"of_groups": "column"}),
         ("groups-short", 4096, 32768, 512, {"of_groups": "column"}),
         ("groups-short", 128, 32768, 512, {"of_groups": "row"}),

@@ -48,12 +48,6 @@ def first_row_of(which, order):
 
 
 @gluon.constexpr_function
-def copies_of_b(order):
-    """Of the scales that a stage has of b's columns: one for each row of a warpgroup."""
-    return (2 if order.extra else order.steps) * WAVE.value
-
-
-@gluon.constexpr_function
 def has_two(order):
     """Whether a warpgroup has twice the 64 rows that wgmma takes."""
     return order.rows == (128 if order.has_turns else 256)

@@ -15,7 +15,6 @@ from kvkern.kernels.hopper.scaled_mm_few import BLOCK_K
 from kvkern.kernels.hopper.scaled_mm_order import (
     NARROW_ROWS,
     WAVE,
-    copies_of_b,
     first_extra_column,
     place_of_unit,
 )
@@ -31,19 +30,17 @@ def begin_ring(
 
     The warp that fetches begins 1500 cycles later, of 15000 that a small product takes.
     """
-    a, b, extra, factors_a, factors_b, full, empty, _ = ring
+    _, b, _, factors_a, factors_b, full, empty, _ = ring
     scale_a_ptr, scale_b_ptr, _ = scales
     num_rows, num_columns, _, _, _, _ = shape
     STAGES: gl.constexpr = b.shape[0]
     STEPS: gl.constexpr = ORDER.steps
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    BYTES: gl.constexpr = _bytes_of_stage(descs[0].block_type.nbytes, IS_COLUMN_MAJOR, ORDER)
-    gl.static_assert(ORDER.ahead <= STAGES)
-    ALL: gl.constexpr = BYTES[0] + BYTES[1]
     AHEAD: gl.constexpr = ORDER.ahead
+    gl.static_assert(AHEAD <= STAGES)
     matrix, first_row, _, n, _, first_step, end_step = place
-    of_rows = 0 * matrix if ORDER.num_experts else matrix
+    of_rows = _matrix_of_rows(matrix, ORDER)
     at = (of_rows, matrix, first_row, n, num_columns)
     end_step = gl.where(rounds > 0, end_step, first_step)
     num_steps = end_step - first_step
@@ -62,14 +59,12 @@ def begin_ring(
         # lanes of the warp that fetches, and that warp, which tells what the TMA will bring
         mbarrier.init(full.index(stage), count=33 if BY_LANES else 1)
         mbarrier.init(empty.index(stage), count=1 if ORDER.has_turns else ORDER.groups)
-        if stage < ORDER.ahead:
+        if stage < AHEAD:
             fence_async_shared()
             step = first_step + stage * STEPS
             if step < end_step:
-                mbarrier.expect(full.index(stage), ALL)
-                stages = (a, b, extra, factors_a, full)
                 _load_stage(
-                    stages, descs, scale_a_ptr, at, step, stage, False, IS_COLUMN_MAJOR, ORDER
+                    ring, descs, scale_a_ptr, at, step, stage, False, IS_COLUMN_MAJOR, ORDER
                 )
     if AHEAD and HAS_GROUPS:
         _first_of_all(factors_b, step_of_b.shape[0]).store(scale_b)
@@ -120,9 +115,7 @@ def fetch(
         if ORDER.ahead:  # by the turn: Triton 3.6 loses a carried value that only bounds a loop
             end_ahead = gl.minimum(first_step + ORDER.ahead * STEPS, end_step)
             first_due = gl.where(turn == 0, end_ahead, first_step)
-        of_rows = matrix  # which of a's matrices
-        if ORDER.num_experts:
-            of_rows = 0 * matrix
+        of_rows = _matrix_of_rows(matrix, ORDER)
         of_a = 0
         of_b = 0
         scale_b = 0
@@ -152,19 +145,21 @@ def fetch(
 
 
 @gluon.jit
+def _matrix_of_rows(matrix, ORDER: gl.constexpr):
+    """Which of a's: experts share one."""
+    return 0 * matrix if ORDER.num_experts else matrix
+
+
+@gluon.jit
 def _fetch_stage(
     ring, descs, scale_a, at, cells, step, end_step, stage, phase, has_rows,
     HAS_GROUPS: gl.constexpr, IS_COLUMN_MAJOR: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Fill a stage. ``cells`` are the scales' places, which come back as the next stage's."""
-    a, b, extra, factors_a, factors_b, full, empty, _ = ring
+    _, _, _, factors_a, factors_b, full, empty, _ = ring
     of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group = cells
     _, _, _, n, num_columns = at
     STEPS: gl.constexpr = ORDER.steps
-    BYTES: gl.constexpr = _bytes_of_stage(descs[0].block_type.nbytes, IS_COLUMN_MAJOR, ORDER)
-    OF_A: gl.constexpr = BYTES[0]
-    OF_B: gl.constexpr = BYTES[1]
-    OF_NARROW: gl.constexpr = BYTES[2]
     mbarrier.wait(empty.index(stage), phase)
     bar = full.index(stage)
     if HAS_GROUPS:  # before this warp arrives at the barrier; the next's are on their way
@@ -172,15 +167,9 @@ def _fetch_stage(
         of_b += STEPS * b_group
         scale_b = gl.load(of_b, mask=step_of_b < end_step - step - STEPS, other=0)
     if ORDER.has_narrow and n == num_columns // ORDER.columns:
-        mbarrier.expect(bar, OF_NARROW)
         _load_narrow_stage(ring, descs, scale_a, at, step, stage, IS_COLUMN_MAJOR, ORDER)
     else:
-        if has_rows:
-            mbarrier.expect(bar, OF_B)
-        else:
-            mbarrier.expect(bar, OF_A + OF_B)
-        stages = (a, b, extra, factors_a, full)
-        _load_stage(stages, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR, ORDER)
+        _load_stage(ring, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR, ORDER)
     if HAS_GROUPS and not IS_COLUMN_MAJOR:
         place = step if ORDER.kept else stage
         if STEPS == 1:
@@ -194,17 +183,23 @@ def _fetch_stage(
 
 @gluon.jit
 def _load_stage(
-    stages, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR: gl.constexpr,
+    ring, descs, scale_a, at, step, stage, has_rows, IS_COLUMN_MAJOR: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """What the TMA fetches for a tile that is not narrow."""
-    a, b, extra, factors_a, full = stages
+    """What the TMA fetches for a tile that is not narrow, and how much that is."""
+    a, b, extra, factors_a, _, full, _, _ = ring
     a_desc, b_desc, extra_desc = descs
     of_rows, matrix, first_row, n, num_columns = at
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
+    OF_A: gl.constexpr = a_desc.block_type.nbytes + _bytes_of_scales(IS_COLUMN_MAJOR, ORDER)
+    OF_B: gl.constexpr = (ORDER.columns + ORDER.extra) * ORDER.steps * BLOCK_K
     bar = full.index(stage)
     place = step if ORDER.kept else stage
     k = step * BLOCK_K
+    if has_rows:
+        mbarrier.expect(bar, OF_B)
+    else:
+        mbarrier.expect(bar, OF_A + OF_B)
     if not has_rows:
         box = a.index(place).slice(0, BOX_M, dim=1)  # no more rows are ever stored
         load_tile(a_desc, [of_rows, first_row, k], bar, box)
@@ -225,8 +220,11 @@ def _load_narrow_stage(
     a, b, _, factors_a, _, full, _, _ = ring
     a_desc, b_desc, _ = descs
     of_rows, matrix, first_row, n, _ = at
+    OF_SCALES: gl.constexpr = _bytes_of_scales(IS_COLUMN_MAJOR, ORDER)
+    OF_NARROW: gl.constexpr = (NARROW_ROWS + WAVE) * BLOCK_K + OF_SCALES
     bar = full.index(stage)
     k = step * BLOCK_K
+    mbarrier.expect(bar, OF_NARROW)
     columns, rows = narrow_operands(a, b, ORDER)
     columns = columns.index(stage).slice(0, WAVE, dim=1)
     _load_boxes(b_desc, matrix, n * ORDER.columns, k, bar, columns)
@@ -244,12 +242,15 @@ def _load_boxes(desc, matrix, row, k, bar, tile):
 
 
 @gluon.constexpr_function
-def _bytes_of_stage(a_bytes, is_column_major, order):
-    """Those that the TMA brings: of a with its scales, of b, and all of a narrow tile."""
-    of_scales = 4 * order.steps * order.rows if is_column_major else 0
-    of_b = (order.columns + order.extra) * order.steps * BLOCK_K.value
-    of_narrow = (NARROW_ROWS.value + WAVE.value) * BLOCK_K.value + of_scales
-    return a_bytes + of_scales, of_b, of_narrow
+def _bytes_of_scales(is_column_major, order):
+    """Of a, that the TMA brings."""
+    return 4 * order.steps * order.rows if is_column_major else 0
+
+
+@gluon.constexpr_function
+def copies_of_b(order):
+    """Of the scales that a stage has of b's columns: one for each row of a warpgroup."""
+    return (2 if order.extra else order.steps) * WAVE.value
 
 
 @gluon.jit

@@ -114,7 +114,10 @@ def choose_tiles(
             of_steps += max(of_step, left * of_b)
         of_end = 1500 if max(rows, columns) == 256 else 800
         of_ends = 500 + of_end  # and the start of a warp that fetches
-        if num_held(tile, steps, is_narrow=is_narrow, sums_in_tensor_core=sums_in_tensor_core):
+        if num_held(
+            tile, steps, rounds=math.ceil(count / num_sms), is_narrow=is_narrow,
+            sums_in_tensor_core=sums_in_tensor_core,
+        ):  # fmt: skip
             of_end = _END_NS_HELD
         of_ends += (math.ceil(count / num_sms) - 1) * of_end
         return float(triton.cdiv(steps, num_splits) * of_steps + of_ends + of_sum)
@@ -262,6 +265,7 @@ def num_held(
     tiles: Tiles,
     steps: int,  # of K
     *,
+    rounds: int,  # tiles of the program that has most
     bytes_of_value: int = 2,
     is_narrow: bool,  # whether the last columns have tiles of their own
     is_grouped: bool = False,  # whether experts share the rows out
@@ -273,7 +277,7 @@ def num_held(
     the tensor core each box has a step of its own.
     """
     is_plain = max(tiles.rows, tiles.columns) == 256 and tiles.num_splits == 1 and not is_narrow
-    if not is_plain or tiles.extra or bytes_of_value != 2:
+    if not is_plain or tiles.extra or bytes_of_value != 2 or rounds == 1:
         return 0
     if sums_in_tensor_core:
         return 4 if steps >= 4 and not tiles.kept else 0
