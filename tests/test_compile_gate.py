@@ -19,6 +19,7 @@ from kvkern.testing.compile import (
     SHARED_LIMITS,
     _read_report,
     count_wrong_unpacks,
+    ends_of_product_loops,
     kernel_modules,
 )
 
@@ -140,6 +141,24 @@ def test_unpacking_the_stack_pointer_is_found():
     right = "/*0c0*/ F2FP.F16.E4M3.UNPACK_B R7, R10 ; /*0d0*/ F2FP.BF16.F32.PACK_AB R1, R1, R2 ;"
     assert count_wrong_unpacks(right) == 0
     assert count_wrong_unpacks(f"{wrong}\n{right}") == 2
+
+
+def test_where_loops_of_products_end_is_found():
+    code = """
+.L_x_0:
+        /*0010*/    LDS R2, [UR8] ;
+        /*0020*/    @!P0 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0030*/    @P1 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0040*/    QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR16], R24 ;
+        /*01b0*/    @P0 BRA `(.L_x_2) ;
+        /*01c0*/    @P0 BRA `(.L_x_1) ;
+.L_x_3:
+        /*01d0*/    HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24 ;
+        /*01f0*/    @P0 BRA `(.L_x_3) ;
+"""
+    assert ends_of_product_loops(code) == [0x1B0, 0x1F0]
 
 
 def test_log_without_numbers_is_an_error_not_a_pass():

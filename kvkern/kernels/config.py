@@ -28,6 +28,7 @@ class KernelConfig(NamedTuple):
     spill_budget: int = 0  # bytes stored and loaded a thread
     spill_reason: str = ""  # why the budget is not 0
     product: str = ""  # a pattern of the tensor core's instruction that it has to have
+    loop_ends: tuple[int, ...] = ()  # bytes into 128 where its first loop of products may end
 
 
 def config_of_call(
@@ -39,8 +40,8 @@ def config_of_call(
 ) -> KernelConfig:
     """The variant that ``kernel[grid](**arguments, **options)`` would have compiled.
 
-    Tensors may be on any device; only dtype and address matter. ``budget`` sets ``spill_budget``
-    and ``spill_reason``.
+    Tensors may be on any device; only dtype and address matter. ``budget`` sets the fields that say
+    what is demanded of it, as ``spill_budget``.
     """
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}

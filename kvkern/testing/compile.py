@@ -46,6 +46,7 @@ class CompiledReport(NamedTuple):
     shared_bytes: int  # a block
     warnings: tuple[str, ...]  # such as serialised wgmma, which costs speed and shows nowhere else
     ptx: str = ""
+    cubin: bytes = b""
 
 
 def compile_kernel(
@@ -94,8 +95,8 @@ def compile_kernel(
         reason = f"{type(error).__name__}: {error}"
         raise CompileError(f"{kernel.__name__} for sm_{capability}: {reason}") from error
     report = _read_report(ptxas_log.getvalue(), compiled.metadata.shared)
-    report = report._replace(ptx=compiled.asm["ptx"])
-    num_wrong = count_wrong_unpacks(_machine_code(compiled))
+    report = report._replace(ptx=compiled.asm["ptx"], cubin=compiled.asm["cubin"])
+    num_wrong = count_wrong_unpacks(_disassembly(report.cubin)) if "e4m3x2" in report.ptx else 0
     if num_wrong:
         wrong = f"miscompiled: {num_wrong} unpackings of e4m3 read the stack pointer"
         report = report._replace(warnings=(*report.warnings, wrong))
@@ -110,12 +111,27 @@ def count_wrong_unpacks(machine_code: str) -> int:
     return len(re.findall(r"E4M3\.UNPACK_B R\d+, R1(?:\.\w+)* ;", machine_code))
 
 
-def _machine_code(compiled: Any) -> str:
-    """The disassembly, of a kernel that unpacks e4m3."""
-    if "e4m3x2" not in compiled.asm["ptx"]:
-        return ""
+def ends_of_product_loops(machine_code: str) -> list[int]:
+    """Where the innermost loops that have wgmma branch back, in bytes from the code's beginning."""
+    labels: dict[str, int] = {}
+    ends: list[int] = []
+    last_product = last_end = -1
+    for number, line in enumerate(machine_code.splitlines()):
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = number
+        elif "GMMA." in line:
+            last_product = number
+        elif branch := re.search(r"/\*(\w+)\*/.* BRA `\((\.L_x_\d+)\)", line):
+            first = labels.get(branch[2], number)  # of a branch ahead, that is to come
+            if last_end < first < last_product:
+                ends.append(int(branch[1], 16))
+                last_end = number
+    return ends
+
+
+def _disassembly(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -149,6 +165,10 @@ def problems(config: KernelConfig, capability: int) -> list[str]:
     if report.shared_bytes > SHARED_LIMITS[capability]:
         limit = SHARED_LIMITS[capability]
         found.append(f"shared memory: want at most {limit} bytes, got {report.shared_bytes}")
+    if config.loop_ends:
+        end = ends_of_product_loops(_disassembly(report.cubin))[0] % 128
+        if end not in config.loop_ends:
+            found.append(f"first loop of products: want its end in {config.loop_ends}, got {end}")
     if not re.search(config.product, report.ptx):
         found.append(f"product: want an instruction like {config.product!r}, got none")
     return found

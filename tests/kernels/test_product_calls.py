@@ -165,8 +165,8 @@ def test_scaled_mm(
         monkeypatch=monkeypatch,
     )  # fmt: skip
     assert len(launches) == num_launches and launches[0][0] == kernel
-    if kernel == "scaled_mm_few_kernel":
-        assert encoded == [0, 1]
+    if kernel == "scaled_mm_few_kernel":  # of 8 rows or fewer scales are copied
+        assert encoded == [0, 1, *([2] if column_major and num_rows > 8 else [])]
     else:  # parts of out may lie elsewhere the next time
         kept = [number for number in encoded if number < 6]
         extra = [2] if shares_columns else []

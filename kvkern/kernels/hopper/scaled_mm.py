@@ -40,7 +40,12 @@ from kvkern.kernels.hopper.scaled_mm_ends import (
     store_result,
     store_transposed,
 )
-from kvkern.kernels.hopper.scaled_mm_few import BLOCK_K, OF_A_STEP, scaled_mm_few_kernel
+from kvkern.kernels.hopper.scaled_mm_few import (
+    BLOCK_K,
+    OF_A_STEP,
+    num_scales,
+    scaled_mm_few_kernel,
+)
 from kvkern.kernels.hopper.scaled_mm_order import (
     HUGE,
     WAVE,
@@ -83,6 +88,23 @@ from kvkern.kernels.sum_splits import SumAgain, launch_sum, new_partials
 from kvkern.warm_up import size_class
 
 
+@gluon.constexpr_function
+def _sleeps(count):
+    return "nanosleep.u32 1; " * count + "mov.u32 $0, $1;"
+
+
+@gluon.jit
+def _shift_code(x, COUNT: gl.constexpr):
+    """Instructions of 16 bytes that do next to nothing, so that what follows lies elsewhere.
+
+    Where in 128 bytes a loop ends that multiplies and adds up decides how much power it draws, and
+    power is what long products are short of: 2% of their time.
+    """
+    if COUNT > 0:
+        ASM: gl.constexpr = _sleeps(COUNT)
+        gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def _multiply(
     which: gl.constexpr, ring, ends, scales, shape, strides, first_place, rounds,
@@ -103,6 +125,8 @@ def _multiply(
     _, num_columns, _, _, _, _ = shape
     FIRST: gl.constexpr = which % EVERY
     HELD: gl.constexpr = ORDER.held
+    if which == 1:
+        _shift_code(rounds, ORDER.shift)
     stage = 0
     phase = 0
     narrow_turn = 0
@@ -650,7 +674,21 @@ def _call(
     }
     tiles_n = triton.cdiv(num_columns, tiles.columns + tiles.extra)
     num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
+    rows = num_scales(rows_of_box(num_rows, tiles)) if tiles.is_few else tiles.rows
+    # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not; of 8
+    # rows or fewer they are sooner copied
+    arguments["IS_COLUMN_MAJOR"] = (
+        cell_a[1] > 0
+        and row_offsets is None
+        and not (tiles.is_few and num_rows <= 8)
+        and _is_column_major(scale_a)
+    )
+    if arguments["IS_COLUMN_MAJOR"]:
+        of_steps = matrix_descriptor(scale_a.mT, (tiles.steps, rows), is_swizzled=False)
+        arguments["scale_a_ptr"] = of_steps
     if tiles.is_few:
+        fills = triton.cdiv(triton.cdiv(depth, of_k), tiles.num_splits)
+        arguments["MOST_STEPS"] = power_of_two(max(fills * tiles.steps, 128))
         arguments["out_ptr"] = out
         arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
         maxnreg = 168 if tiles.rows == 128 else 128  # sums of 128 rows are 64 of them
@@ -686,12 +724,23 @@ def _call(
         arguments["out_ptr"] = out
         arguments["stride_out_matrix"], arguments["stride_out_row"] = parts.stride()[:2]
     arguments["row_offsets_ptr"] = row_offsets
+    held = num_held(
+        tiles,
+        triton.cdiv(depth, 128),
+        rounds=triton.cdiv(units_of_class, num_sms),
+        bytes_of_value=out.element_size(),
+        is_narrow=is_narrow,
+        is_grouped=is_grouped,
+        sums_in_tensor_core=sums_in_tensor_core,
+    )
+    shifts = _SHIFTS if held and cell_a[1] > 0 else {}
     arguments["ORDER"] = Order(
         rows=tiles.rows,
         columns=tiles.columns,
         steps=tiles.steps,
-        # rows that stay in the L2; more, where K is short, means that b is read less often
-        band=1 if tiles.kept else (4096 if depth <= 2048 else 2048) // tiles.rows,
+        # rows that stay in the L2: of 132 SMs a round is then 12 x 11 tiles, or 6 x 22, which draws
+        # less power than 16 x 8 and a rest; more, where K is short, means that b is read less often
+        band=1 if tiles.kept else (4096 if depth <= 2048 else 1536) // tiles.rows,
         kept=tiles.kept,
         extra=tiles.extra,
         has_narrow=is_narrow,
@@ -704,26 +753,17 @@ def _call(
         ahead=0 if is_narrow else 2,
         # where a's rows are kept products take 1% longer with inverses
         divides=tiles.kept > 0 or units_of_class >= HUGE,
-        # found by trial: large tiles whose sums leave the tensor core take 1% less so
-        is_shuffled=tiles.rows == 256 and not sums_in_tensor_core and not is_narrow,
-        held=num_held(
-            tiles,
-            triton.cdiv(depth, 128),
-            rounds=triton.cdiv(units_of_class, num_sms),
-            bytes_of_value=out.element_size(),
-            is_narrow=is_narrow,
-            is_grouped=is_grouped,
-            sums_in_tensor_core=sums_in_tensor_core,
-        ),
+        held=held,
+        shift=shifts.get((arguments["IS_COLUMN_MAJOR"], bias is not None), 0),
     )
-    # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not
-    arguments["IS_COLUMN_MAJOR"] = cell_a[1] > 0 and not is_grouped and _is_column_major(scale_a)
-    if arguments["IS_COLUMN_MAJOR"]:
-        of_steps = matrix_descriptor(scale_a.mT, (tiles.steps, tiles.rows), is_swizzled=False)
-        arguments["scale_a_ptr"] = of_steps
     options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
 
+
+# by whether scales are column-major and there is a bias, of held results of groups
+_SHIFTS = {(True, False): 1, (False, False): 7}
+# bytes into 128 where such a loop draws little power (_shift_code)
+_LOOP_ENDS = (0x70, 0, 0x10, 0x30)
 
 _BUDGET = spills("128 registers of few rows; looking for one of 1024 experts", 0, newer=32)
 # few registers are left beside what is held; none of these is in a loop over K
@@ -751,6 +791,9 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("exact-once", 1024, 4096, 7168, {"is_exact": True, "has_bias": True}),
         ("groups-once", 1024, 4096, 7168, {"of_groups": "row", "has_bias": True}),
         ("groups", 4096, 4096, 7168, {"of_groups": "column"}),
+        ("groups-bias", 4096, 4096, 7168, {"of_groups": "column", "has_bias": True}),
+        ("groups-row", 4096, 4096, 7168, {"of_groups": "row"}),
+        ("groups-row-bias", 4096, 4096, 7168, {"of_groups": "row", "has_bias": True}),
         ("groups-short", 4096, 32768, 512, {"of_groups": "column"}),
         ("groups-short", 128, 32768, 512, {"of_groups": "row"}),
         ("groups-short-row", 4096, 32768, 512, {"of_groups": "row", "budget": _OF_KEPT}),
@@ -767,6 +810,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("fast-short", 128, 7168, 2048, {}),
         ("exact-long", 128, 7168, 16384, {"is_exact": True, "dtype": fp32}),
         ("groups", 64, 24576, 1536, {"of_groups": "row"}),
+        ("groups-column", 64, 7168, 2048, {"of_groups": "column"}),
         ("exact", 64, 24576, 1536, {"is_exact": True}),
         ("groups-long", 64, 7168, 16384, {"of_groups": "row"}),
         ("groups-half", 64, 4096, 7168, {"of_groups": "column"}),
@@ -823,6 +867,10 @@ def _shipped(
         tiles, 132,
     )  # fmt: skip
     kernel = scaled_mm_few_kernel if tiles.is_few else _scaled_mm_kernel
+    is_held = not tiles.is_few and arguments["ORDER"].held > 0
+    is_long = is_held and bool(of_groups) and not tiles.kept
+    ends = _LOOP_ENDS if is_long and triton.__version__.startswith("3.6.") else ()
     return config_of_call(
-        kernel, f"{label}-M{num_rows}", arguments, options, **budget, product=FP8_PRODUCT
-    )
+        kernel, f"{label}-M{num_rows}", arguments, options, **budget, product=FP8_PRODUCT,
+        loop_ends=ends,
+    )  # fmt: skip

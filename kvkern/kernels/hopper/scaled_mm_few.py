@@ -23,6 +23,7 @@ from kvkern.kernels.hopper.compat import (
     copy_values,
     load_tile,
     thread_barrier,
+    view_tile,
 )
 from kvkern.kernels.hopper.paging import next_stage, pin
 
@@ -36,35 +37,44 @@ OF_A_STEP = [
 ]  # fmt: skip
 
 
+@gluon.constexpr_function
+def num_scales(rows):
+    """Of a step that a stage has room for: the TMA writes at multiples of 128 bytes."""
+    return max(rows, 32)
+
+
 @gluon.jit
-def _fetch(ring, place, of_a, of_b, strides, step, stage, HAS_GROUPS: gl.constexpr):
-    """A stage's operands, their scales beside them. Where those of the next stage are."""
-    a, b, factors_a, factors_b, full = ring
-    a_desc, b_desc, matrix, row, column, end_step = place
+def _fetch(
+    ring, place, of_a, stride_of_a, step, stage, HAS_GROUPS: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr,
+):  # fmt: skip
+    """A stage's operands, scales of rows beside them. Where those of the next stage are."""
+    a, b, factors_a, _, full = ring
+    a_desc, b_desc, scale_a, matrix, row, column, end_step = place
     STEPS: gl.constexpr = a.shape[3] // BLOCK_K
+    ROWS: gl.constexpr = a.shape[2]
+    OF_SCALES: gl.constexpr = 4 * STEPS * num_scales(ROWS) if IS_COLUMN_MAJOR else 0
     bar = full.index(stage)
-    mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+    mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes + OF_SCALES)
     load_tile(b_desc, [matrix, column, step * BLOCK_K], bar, b.index(stage))
     load_tile(a_desc, [matrix, row, step * BLOCK_K], bar, a.index(stage))
-    if HAS_GROUPS:
-        copy_values(factors_a.index(STEPS * stage), of_a)
-        copy_values(factors_b.index(STEPS * stage), of_b)
+    if IS_COLUMN_MAJOR:
+        load_tile(scale_a, [matrix, step, row], bar, factors_a.index(stage))
+    elif HAS_GROUPS:
+        copy_values(factors_a.index(stage).slice(0, ROWS), of_a)
         if STEPS == 2:  # that of a step past the last is zero
-            THREADS: gl.constexpr = of_a.type.layout
-            has_a = gl.full(of_a.shape, step + 1, gl.int32, THREADS) < end_step
-            has_b = gl.full(of_b.shape, step + 1, gl.int32, THREADS) < end_step
-            copy_values(factors_a.index(2 * stage + 1), of_a + strides[0], has_a)
-            copy_values(factors_b.index(2 * stage + 1), of_b + strides[1], has_b)
+            has_a = gl.full(of_a.shape, step + 1, gl.int32, of_a.type.layout) < end_step
+            second = factors_a.index(stage).slice(num_scales(ROWS), ROWS)
+            copy_values(second, of_a + stride_of_a, has_a)
         async_copy.mbarrier_arrive(bar, increment_count=False)
-        of_a += STEPS * strides[0]
-        of_b += STEPS * strides[1]
-    return of_a, of_b
+        of_a += STEPS * stride_of_a
+    return of_a
 
 
 @gluon.jit
 def _refill(
-    ring, place, of_a, of_b, strides, first_step, fill, num_fills, stage,
-    HAS_GROUPS: gl.constexpr,
+    ring, place, of_a, stride_of_a, first_step, fill, num_fills, stage, HAS_GROUPS: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr,
 ):  # fmt: skip
     """A stage whose products are done, if K has more for it."""
     a, _, _, _, _ = ring
@@ -72,8 +82,8 @@ def _refill(
     if (fill >= STAGES) & (fill < num_fills):
         thread_barrier()  # all have read it
         step = first_step + fill * (a.shape[3] // BLOCK_K)
-        of_a, of_b = _fetch(ring, place, of_a, of_b, strides, step, stage, HAS_GROUPS)
-    return of_a, of_b
+        of_a = _fetch(ring, place, of_a, stride_of_a, step, stage, HAS_GROUPS, IS_COLUMN_MAJOR)
+    return of_a
 
 
 @gluon.jit
@@ -88,13 +98,17 @@ def _begin(acc, ring, stage, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _scale(ring, stage, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr, NUMBER: gl.constexpr):
-    """What that product is multiplied by."""
+def _scale(ring, stage, step, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr, NUMBER: gl.constexpr):
+    """What that product is multiplied by; ``step`` counts the program's."""
     a, _, factors_a, factors_b, _ = ring
     if HAS_GROUPS:
-        step = stage * (a.shape[3] // BLOCK_K) + NUMBER
-        of_rows = factors_a.index(step).load(gl.SliceLayout(0, ACC))
-        of_columns = factors_b.index(step).slice(0, 1).load(gl.SliceLayout(1, ACC))
+        STEPS: gl.constexpr = a.shape[3] // BLOCK_K
+        ROWS: gl.constexpr = a.shape[2]
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        COUNT: gl.constexpr = num_scales(ROWS)
+        flat = view_tile(factors_a.index(stage), gl.float32, [STEPS * COUNT], FLAT)
+        of_rows = flat.slice(NUMBER * COUNT, ROWS).load(gl.SliceLayout(0, ACC))
+        of_columns = factors_b.index(step).load(gl.SliceLayout(1, ACC))
         return gl.expand_dims(of_rows, 0) * gl.expand_dims(of_columns, 1)
     else:
         return 1.0
@@ -104,7 +118,7 @@ def _scale(ring, stage, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr, NUMBER: gl.
 def scaled_mm_few_kernel(
     a_desc,  # fp8 [G, M, K] in boxes of a stage, [1, ROWS, 128 or 256]
     b_desc,  # fp8 [G, N, K] in boxes of a stage, [1, 64, 128 or 256]
-    scale_a_ptr,  # fp32 [G, cells of M, cells of K]
+    scale_a_ptr,  # fp32 [G, cells of M, cells of K]; or [G, cells of K, M] in boxes of a stage
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
     out_ptr,  # [S * G, M, N]
@@ -125,6 +139,8 @@ def scaled_mm_few_kernel(
     STAGES: gl.constexpr,
     HAS_GROUPS: gl.constexpr,  # scales of 1 x 128 and 128 x 128
     IS_EXACT: gl.constexpr,
+    IS_COLUMN_MAJOR: gl.constexpr,  # whether scales of groups of rows have boxes
+    MOST_STEPS: gl.constexpr,  # that a program may have; a power of two
 ):
     """Programs that follow each other have parts of a tile, then of other rows, then columns."""
     ROWS: gl.constexpr = a_desc.block_type.shape[1]
@@ -133,17 +149,25 @@ def scaled_mm_few_kernel(
     OF_COLUMN: gl.constexpr = gl.SliceLayout(1, ACC)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    COPIES: gl.constexpr = 32  # of a scale that all columns share
     OF_K: gl.constexpr = a_desc.block_type.shape[2]
     STEPS: gl.constexpr = OF_K // BLOCK_K
     gl.static_assert(STAGES > 1, "a stage is asked for while another is multiplied")
-    NUM_FACTORS: gl.constexpr = STEPS * STAGES if HAS_GROUPS else 1
+    BY_THREADS: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     # stages that are asked for before all barriers are made; of many scales to copy that is slower
-    AHEAD: gl.constexpr = 0 if HAS_GROUPS and ROWS > 32 else 2
+    AHEAD: gl.constexpr = 0 if BY_THREADS and ROWS > 32 else 2
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, ROWS, OF_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)
-    factors_a = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, ROWS], FLAT)
-    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_FACTORS, COPIES], FLAT)
+    if IS_COLUMN_MAJOR:
+        factors_a = gl.allocate_shared_memory(
+            gl.float32, [STAGES, 1, STEPS, num_scales(ROWS)], scale_a_ptr.layout
+        )
+    else:
+        NUM_FACTORS: gl.constexpr = STAGES if HAS_GROUPS else 1
+        factors_a = gl.allocate_shared_memory(
+            gl.float32, [NUM_FACTORS, STEPS * num_scales(ROWS)], FLAT
+        )
+    NUM_OF_B: gl.constexpr = MOST_STEPS if HAS_GROUPS else 1
+    factors_b = gl.allocate_shared_memory(gl.float32, [NUM_OF_B, 1], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
 
     split = gl.program_id(0) % num_splits
@@ -160,36 +184,42 @@ def scaled_mm_few_kernel(
     num_fills = (split + 1) * fills // num_splits - first_fill
     first_step = STEPS * first_fill
 
-    of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
     of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
+    of_a = of_b  # of no use where boxes are fetched
+    if not IS_COLUMN_MAJOR:
+        of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
     of_step_a = of_a
-    of_step_b = of_b
-    if HAS_GROUPS:
+    if HAS_GROUPS:  # columns' for all steps at once, under way while barriers are made
+        step_of_b = gl.arange(0, MOST_STEPS, layout=THREADS)
+        of_steps = of_b + (column // 128).to(gl.int64) * stride_scale_b_column
+        of_steps += (first_step + step_of_b).to(gl.int64) * stride_scale_b_group
+        has_step = (step_of_b < STEPS * num_fills) & (first_step + step_of_b < end_step)
+        scales_of_b = gl.load(of_steps, mask=has_step, other=0)
+    if BY_THREADS:
         lane_row = gl.minimum(first_row + gl.arange(0, ROWS, layout=THREADS), num_rows - 1)
         of_step_a += first_step.to(gl.int64) * stride_scale_a_group
         of_step_a += lane_row.to(gl.int64) * stride_scale_a_row
-        of_step_b += first_step.to(gl.int64) * stride_scale_b_group
-        of_step_b += (column // 128).to(gl.int64) * stride_scale_b_column
-        of_step_b += gl.zeros([COPIES], gl.int32, THREADS)
     ring = (a, b, factors_a, factors_b, full)
-    place = (a_desc, b_desc, matrix, first_row, column, end_step)
-    strides = (stride_scale_a_group, stride_scale_b_group)
+    place = (a_desc, b_desc, scale_a_ptr, matrix, first_row, column, end_step)
     for fill in gl.static_range(STAGES):
-        mbarrier.init(full.index(fill), count=129 if HAS_GROUPS else 1)  # threads' copies, and TMA
+        mbarrier.init(full.index(fill), count=129 if BY_THREADS else 1)  # threads' copies, and TMA
         if fill < AHEAD:
             fence_async_shared()
             if fill < num_fills:
-                step = first_step + STEPS * fill
-                of_step_a, of_step_b = _fetch(
-                    ring, place, of_step_a, of_step_b, strides, step, fill, HAS_GROUPS
-                )
+                of_step_a = _fetch(
+                    ring, place, of_step_a, stride_scale_a_group, first_step + STEPS * fill, fill,
+                    HAS_GROUPS, IS_COLUMN_MAJOR,
+                )  # fmt: skip
     fence_async_shared()
     gdc_launch_dependents()  # a sum of splits that waits for all of this may start
     for fill in range(AHEAD, gl.minimum(num_fills, STAGES)):
-        step = first_step + STEPS * fill
-        of_step_a, of_step_b = _fetch(
-            ring, place, of_step_a, of_step_b, strides, step, fill, HAS_GROUPS
-        )
+        of_step_a = _fetch(
+            ring, place, of_step_a, stride_scale_a_group, first_step + STEPS * fill, fill,
+            HAS_GROUPS, IS_COLUMN_MAJOR,
+        )  # fmt: skip
+    if HAS_GROUPS:
+        view_tile(factors_b, gl.float32, [MOST_STEPS], FLAT).store(scales_of_b)
+        thread_barrier()  # here, not before each load
 
     # what the end wants is under way while products are made
     row = first_row + gl.arange(0, ROWS, layout=OF_ROW)
@@ -220,25 +250,25 @@ def scaled_mm_few_kernel(
                 part_2 = _begin(acc, ring, stage, 1)
         if STEPS == 2:  # the stage before, while these products are made
             last = gl.where(stage == 0, STAGES - 1, stage - 1)
-            of_step_a, of_step_b = _refill(
-                ring, place, of_step_a, of_step_b, strides, first_step, fill - 1 + STAGES,
-                num_fills, last, HAS_GROUPS,
+            of_step_a = _refill(
+                ring, place, of_step_a, stride_scale_a_group, first_step, fill - 1 + STAGES,
+                num_fills, last, HAS_GROUPS, IS_COLUMN_MAJOR,
             )  # fmt: skip
         if not IN_TENSOR_CORE:
-            scale = _scale(ring, stage, ACC, HAS_GROUPS, 0)
+            scale = _scale(ring, stage, STEPS * fill, ACC, HAS_GROUPS, 0)
             if STEPS == 1:
                 part = warpgroup_mma_wait(0, deps=(part,))
                 acc = pin(acc + part * scale)
             else:
                 part, part_2 = warpgroup_mma_wait(1, deps=(part, part_2))
                 acc = pin(acc + part * scale)
-                scale = _scale(ring, stage, ACC, HAS_GROUPS, 1)
+                scale = _scale(ring, stage, STEPS * fill + 1, ACC, HAS_GROUPS, 1)
                 part_2 = warpgroup_mma_wait(0, deps=(part_2,))
                 acc = pin(acc + part_2 * scale)
         if STEPS == 1:  # this stage, while other programs multiply
-            of_step_a, of_step_b = _refill(
-                ring, place, of_step_a, of_step_b, strides, first_step, fill + STAGES, num_fills,
-                stage, HAS_GROUPS,
+            of_step_a = _refill(
+                ring, place, of_step_a, stride_scale_a_group, first_step, fill + STAGES, num_fills,
+                stage, HAS_GROUPS, IS_COLUMN_MAJOR,
             )  # fmt: skip
         stage, phase = next_stage(stage, phase, STAGES)
     if IN_TENSOR_CORE:

@@ -35,10 +35,8 @@ class Order(NamedTuple):
     adds_both: bool  # products of a pair before the next pair is begun
     ahead: int  # stages that are filled before all barriers are made and the warps have begun
     divides: bool  # numbers of units as integers, not by an inverse
-    is_shuffled: (
-        bool  # the first half of the programs has a round's even places, the other odd ones
-    )
     held: int  # boxes of a result that a warpgroup stores under the next tile's products, or 0
+    shift: int  # instructions that move the second warpgroup's code
 
 
 @gluon.constexpr_function
@@ -133,9 +131,6 @@ def _in_turn(turn, ORDER: gl.constexpr):
     """With narrow tiles turns go to and fro: programs that get one get the next ones too."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    if ORDER.is_shuffled:
-        half = (programs + 1) // 2
-        program = program % half * 2 + program // half
     if ORDER.has_narrow:
         program = gl.where(turn % 2 == 1, programs - 1 - program, program)
     return turn * programs + program
