@@ -345,6 +345,19 @@ def test_hopper_holds_results_of_large_tiles_that_are_stored_whole():
         assert held(tiles, is_fast=is_fast, **others) == 0
 
 
+def test_hopper_bands_are_rectangles_of_132_tiles_where_k_is_long_and_columns_are_many():
+    wide, high = scaled_mm_tiles.Tiles(128, 256, 1, 4), scaled_mm_tiles.Tiles(256, 128, 1, 4)
+
+    def band(tiles, num_columns, depth):
+        return scaled_mm_tiles.band_of(tiles, -(-num_columns // tiles.columns), depth, 132)
+
+    assert band(wide, 8192, 8192) == 12 and band(high, 8192, 8192) == 6
+    assert band(wide, 2816, 7168) == 12 and band(high, 2816, 7168) == 6
+    assert band(wide, 2560, 7168) == 16 and band(high, 2112, 7168) == 8  # less than a round
+    assert band(wide, 8192, 2048) == 32 and band(high, 2112, 2048) == 16
+    assert band(high._replace(kept=4), 8192, 512) == 1
+
+
 @pytest.mark.parametrize("in_tensor_core", [True, False])
 def test_hopper_tiles_of_experts_fit_an_sm_and_grow_with_their_rows(in_tensor_core):
     rows_before = 64

@@ -74,6 +74,7 @@ from kvkern.kernels.hopper.scaled_mm_sums import (
 )
 from kvkern.kernels.hopper.scaled_mm_tiles import (
     Tiles,
+    band_of,
     choose_tiles,
     choose_tiles_of_experts,
     has_narrow,
@@ -738,9 +739,7 @@ def _call(
         rows=tiles.rows,
         columns=tiles.columns,
         steps=tiles.steps,
-        # rows that stay in the L2: of 132 SMs a round is then 12 x 11 tiles, or 6 x 22, which draws
-        # less power than 16 x 8 and a rest; more, where K is short, means that b is read less often
-        band=1 if tiles.kept else (4096 if depth <= 2048 else 1536) // tiles.rows,
+        band=band_of(tiles, tiles_n, depth, num_sms),
         kept=tiles.kept,
         extra=tiles.extra,
         has_narrow=is_narrow,

@@ -282,3 +282,15 @@ def num_held(
     if sums_in_tensor_core:
         return 4 if steps >= 4 and not tiles.kept else 0
     return 0 if is_grouped else 4
+
+
+def band_of(tiles: Tiles, tiles_n: int, depth: int, num_sms: int) -> int:
+    """Row tiles that are done column after column, whose rows of a stay in the L2.
+
+    Where K is short, more of them mean that b is read less often. Elsewhere a round of 132 SMs is
+    12 x 11 tiles, or 6 x 22, which draws less power than 16 x 8 and a rest; unless columns are few.
+    """
+    if tiles.kept:
+        return 1
+    rows = 4096 if depth <= 2048 else 1536
+    return (rows if rows // tiles.rows * tiles_n >= num_sms else 2048) // tiles.rows
