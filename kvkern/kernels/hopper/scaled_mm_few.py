@@ -5,6 +5,7 @@ Reading b is all the work. Its columns are the 64 rows that a wgmma wants, and r
 ``out``, or part of K of them, and asks for as much of b as it has room for before it multiplies.
 All warps do the same: to start one that only fetches takes 1 us, of 10. To ask for two steps of K
 takes them as long as for one, so a stage of the ring has two where there is room.
+Scales of columns come for all of K at once, those of rows beside a: by TMA, if column-major.
 """
 
 from triton.experimental import gluon
