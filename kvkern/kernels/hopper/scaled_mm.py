@@ -764,7 +764,7 @@ _SHIFTS = {(True, False): 1, (False, False): 7}
 # bytes into 128 where such a loop draws little power (_shift_code)
 _LOOP_ENDS = (0x70, 0, 0x10, 0x30)
 
-_BUDGET = spills("128 registers of few rows; looking for one of 1024 experts", 0, newer=32)
+_BUDGET = spills("128 registers of few rows; looking for an expert, once a tile", 0, newer=128)
 # few registers are left beside what is held; none of these is in a loop over K
 _OF_KEPT = spills("once a tile, beside what is held and a's steps are kept", 160, newer=288)
 _OF_EXPERTS = spills("looking for one of 1024 experts beside what is held", 768, newer=1040)
