@@ -15,7 +15,7 @@ chooses tiles, ``scaled_mm_order`` says which one is whose, ``scaled_mm_ring`` f
 their own, ``scaled_mm_few``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -645,6 +645,7 @@ def _call(
     tiles: Tiles,
     num_sms: int,
 ) -> tuple[tuple[int], dict[str, Any], dict[str, Any]]:
+    """Grid, arguments and options of the launch."""
     num_matrices, depth, num_columns = b.shape
     num_rows = a.shape[1]
 
@@ -653,12 +654,10 @@ def _call(
         pairs = zip(dims, x.shape, x.stride(), strict=True)
         return {f"stride_{name}_{dim}": 0 if size == 1 else step for dim, size, step in pairs}
 
-    parts = out.flatten(0, -3)  # [S * G, M, N]
     of_k = 128 * tiles.steps
     arguments: dict[str, Any] = {
         "a_desc": matrix_descriptor(a, (rows_of_box(num_rows, tiles), of_k)),
         "b_desc": matrix_descriptor(b.mT, (tiles.columns, of_k)),
-        "scale_a_ptr": scale_a,
         "scale_b_ptr": scale_b,
         "bias_ptr": bias,
         "num_rows": num_rows,
@@ -672,59 +671,85 @@ def _call(
         "STAGES": tiles.stages,
         "HAS_GROUPS": cell_a[1] > 0,
         "IS_EXACT": is_exact,
+        **_scales_of_rows(scale_a, cell_a[1] > 0, row_offsets is not None, num_rows, tiles),
     }
     tiles_n = triton.cdiv(num_columns, tiles.columns + tiles.extra)
     num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
-    rows = num_scales(rows_of_box(num_rows, tiles)) if tiles.is_few else tiles.rows
-    # the TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not; of 8
-    # rows or fewer they are sooner copied
-    arguments["IS_COLUMN_MAJOR"] = (
-        cell_a[1] > 0
-        and row_offsets is None
-        and not (tiles.is_few and num_rows <= 8)
-        and _is_column_major(scale_a)
-    )
-    if arguments["IS_COLUMN_MAJOR"]:
-        of_steps = matrix_descriptor(scale_a.mT, (tiles.steps, rows), is_swizzled=False)
-        arguments["scale_a_ptr"] = of_steps
     if tiles.is_few:
-        fills = triton.cdiv(triton.cdiv(depth, of_k), tiles.num_splits)
-        arguments["MOST_STEPS"] = power_of_two(max(fills * tiles.steps, 128))
-        arguments["out_ptr"] = out
-        arguments["stride_out_part"], arguments["stride_out_row"] = parts.stride()[:2]
+        arguments |= _rest_of_few(depth, out, tiles)
         maxnreg = 168 if tiles.rows == 128 else 128  # sums of 128 rows are 64 of them
-        options = {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True}
-        return (num_units,), arguments, options
+        return (num_units,), arguments, _options(maxnreg)
+    arguments |= _rest_of_many(arguments, b, row_offsets, bias, out, tiles, tiles_n, num_sms)
+    num_programs = num_sms if row_offsets is not None else min(num_units, num_sms)
+    return (num_programs,), arguments, _options(168)
+
+
+def _options(maxnreg: int) -> dict[str, Any]:
+    return {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True}
+
+
+def _scales_of_rows(
+    scale_a: Tensor, has_groups: bool, is_grouped: bool, num_rows: int, tiles: Tiles
+) -> dict[str, Any]:
+    """Where they are, or boxes of them.
+
+    The TMA takes boxes that begin at multiples of 16 bytes, as rows of an expert need not; of 8
+    rows or fewer they are sooner copied.
+    """
+    is_sooner_copied = tiles.is_few and num_rows <= 8
+    if not has_groups or is_grouped or is_sooner_copied or not _is_column_major(scale_a):
+        return {"scale_a_ptr": scale_a, "IS_COLUMN_MAJOR": False}
+    rows = num_scales(rows_of_box(num_rows, tiles)) if tiles.is_few else tiles.rows
+    of_steps = matrix_descriptor(scale_a.mT, (tiles.steps, rows), is_swizzled=False)
+    return {"scale_a_ptr": of_steps, "IS_COLUMN_MAJOR": True}
+
+
+def _rest_of_few(depth: int, out: Tensor, tiles: Tiles) -> dict[str, Any]:
+    """Arguments that only the kernel of few rows has."""
+    stride_part, stride_row = out.flatten(0, -3).stride()[:2]
+    fills = triton.cdiv(triton.cdiv(depth, 128 * tiles.steps), tiles.num_splits)
+    return {
+        "MOST_STEPS": power_of_two(max(fills * tiles.steps, 128)),
+        "out_ptr": out,
+        "stride_out_part": stride_part,
+        "stride_out_row": stride_row,
+    }
+
+
+def _rest_of_many(
+    common: Mapping[str, Any],
+    b: Tensor,
+    row_offsets: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    tiles_n: int,
+    num_sms: int,
+) -> dict[str, Any]:
+    """Arguments that only the other has, or otherwise."""
+    num_matrices, depth, num_columns = b.shape
+    parts = out.flatten(0, -3)  # [S * G, M, N]
+    of_k = 128 * tiles.steps
     box = (WAVE.value, min(128 // out.element_size(), tiles.columns))
     is_grouped = row_offsets is not None
-    of_class = triton.cdiv(size_class(num_rows), tiles.rows)  # row tiles, at most
+    of_class = triton.cdiv(size_class(common["num_rows"]), tiles.rows)  # row tiles, at most
     of_class = of_class + num_matrices if is_grouped else of_class * num_matrices
     units_of_class = of_class * tiles_n * tiles.num_splits
     num_experts = max(power_of_two(num_matrices), 128) if is_grouped else 0
-    has_column_scales = cell_a[1] == 0 and scale_b.shape[2] > 1
-    sums_in_tensor_core = not is_exact and cell_a[1] == 0
-    arguments["HAS_COLUMN_SCALES"] = has_column_scales
-    arguments["BOXES"] = num_boxes(
+    has_groups = common["HAS_GROUPS"]
+    has_column_scales = not has_groups and common["scale_b_ptr"].shape[2] > 1
+    sums_in_tensor_core = not common["IS_EXACT"] and not has_groups
+    boxes = num_boxes(
         tiles,
         num_experts=num_experts,
-        has_groups=cell_a[1] > 0,
+        has_groups=has_groups,
         num_of_columns=int(has_column_scales) + int(bias is not None),
     )
     is_narrow = not is_grouped and has_narrow(
         num_columns, tiles, sums_in_tensor_core=sums_in_tensor_core
     )
     if tiles.rows == 128:  # transposed ones stage all of their columns at once
-        is_narrow = is_narrow and arguments["BOXES"] * box[1] >= WAVE.value
-    if is_narrow:
-        arguments["b_desc"] = matrix_descriptor(b.mT, (WAVE.value, of_k))
-    arguments["out_desc"] = (slices_descriptor if is_grouped else matrix_descriptor)(parts, box)
-    arguments["extra_desc"] = arguments["out_ptr"] = None
-    arguments["stride_out_matrix"] = arguments["stride_out_row"] = 0
-    if tiles.extra:
-        arguments["extra_desc"] = matrix_descriptor(b.mT, (tiles.extra, of_k))
-        arguments["out_ptr"] = out
-        arguments["stride_out_matrix"], arguments["stride_out_row"] = parts.stride()[:2]
-    arguments["row_offsets_ptr"] = row_offsets
+        is_narrow = is_narrow and boxes * box[1] >= WAVE.value
     held = num_held(
         tiles,
         triton.cdiv(depth, 128),
@@ -734,8 +759,8 @@ def _call(
         is_grouped=is_grouped,
         sums_in_tensor_core=sums_in_tensor_core,
     )
-    shifts = _SHIFTS if held and cell_a[1] > 0 else {}
-    arguments["ORDER"] = Order(
+    shifts = _SHIFTS if held and has_groups else {}
+    order = Order(
         rows=tiles.rows,
         columns=tiles.columns,
         steps=tiles.steps,
@@ -748,15 +773,31 @@ def _call(
         groups=num_groups(tiles),
         has_turns=tiles.has_turns,
         num_experts=num_experts,
-        adds_both=cell_a[1] > 0 and depth < 16 * 128 and num_groups(tiles) == 2,
+        adds_both=has_groups and depth < 16 * 128 and num_groups(tiles) == 2,
         ahead=0 if is_narrow else 2,
         # where a's rows are kept products take 1% longer with inverses
         divides=tiles.kept > 0 or units_of_class >= HUGE,
         held=held,
-        shift=shifts.get((arguments["IS_COLUMN_MAJOR"], bias is not None), 0),
+        shift=shifts.get((common["IS_COLUMN_MAJOR"], bias is not None), 0),
     )
-    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
-    return (num_sms if is_grouped else min(num_units, num_sms),), arguments, options
+    rest: dict[str, Any] = {
+        "out_desc": (slices_descriptor if is_grouped else matrix_descriptor)(parts, box),
+        "extra_desc": None,
+        "out_ptr": None,
+        "stride_out_matrix": 0,
+        "stride_out_row": 0,
+        "row_offsets_ptr": row_offsets,
+        "HAS_COLUMN_SCALES": has_column_scales,
+        "BOXES": boxes,
+        "ORDER": order,
+    }
+    if is_narrow:
+        rest["b_desc"] = matrix_descriptor(b.mT, (WAVE.value, of_k))
+    if tiles.extra:
+        rest["extra_desc"] = matrix_descriptor(b.mT, (tiles.extra, of_k))
+        rest["out_ptr"] = out
+        rest["stride_out_matrix"], rest["stride_out_row"] = parts.stride()[:2]
+    return rest
 
 
 # by whether scales are column-major and there is a bias, of held results of groups
