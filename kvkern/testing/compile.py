@@ -166,9 +166,10 @@ def problems(config: KernelConfig, capability: int) -> list[str]:
         limit = SHARED_LIMITS[capability]
         found.append(f"shared memory: want at most {limit} bytes, got {report.shared_bytes}")
     if config.loop_ends:
-        end = ends_of_product_loops(_disassembly(report.cubin))[0] % 128
-        if end not in config.loop_ends:
-            found.append(f"first loop of products: want its end in {config.loop_ends}, got {end}")
+        ends = [end % 128 for end in ends_of_product_loops(_disassembly(report.cubin))]
+        if not ends or ends[0] not in config.loop_ends:
+            wanted = f"want the first to end {config.loop_ends} bytes into 128"
+            found.append(f"loops of products: {wanted}, got {ends}")
     if not re.search(config.product, report.ptx):
         found.append(f"product: want an instruction like {config.product!r}, got none")
     return found

@@ -186,10 +186,10 @@ def scaled_mm_few_kernel(
     first_step = STEPS * first_fill
 
     of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
-    of_a = of_b  # of no use where boxes are fetched
+    of_step_a = 0  # of boxes
     if not IS_COLUMN_MAJOR:
         of_a = scale_a_ptr + matrix.to(gl.int64) * stride_scale_a_matrix
-    of_step_a = of_a
+        of_step_a = of_a
     if HAS_GROUPS:  # columns' for all steps at once, under way while barriers are made
         step_of_b = gl.arange(0, MOST_STEPS, layout=THREADS)
         of_steps = of_b + (column // 128).to(gl.int64) * stride_scale_b_column
