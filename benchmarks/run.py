@@ -1,9 +1,11 @@
 """Check each case's result, then time it, beside other libraries if asked.
 
-    python benchmarks/run.py [--op OP ...] [--case TEXT] [--peers] [--out FILE.jsonl]
+    python benchmarks/run.py [--op OP ...] [--case TEXT] [--peers] [--in-a-row N] [--out FILE.jsonl]
 
 Prints a table and appends one JSON line per case and implementation to FILE. GPU times are of a
 CUDA graph's replay with a cold L2, implementations taking turns; host times are of the eager call.
+With --in-a-row a graph has N calls, each with tensors of its own as a model's layers have, and the
+times are of one of them.
 """
 
 import argparse
@@ -12,8 +14,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +31,7 @@ from benchmarks.matmul import MATMUL_CASES, MatmulCase, MatmulStep
 from benchmarks.peers import peers_of
 from benchmarks.quantize_cases import QUANTIZE_CASES, QuantizeCase, QuantizeStep
 from kvkern.testing.timing import (
+    Call,
     Timing,
     capture,
     copy_bandwidth,
@@ -87,15 +91,12 @@ def measure(
     *,
     device: torch.device | str,
     with_peers: bool = False,
+    in_a_row: int = 1,
     tell: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
     """A row per implementation; if kvkern's result is wrong, one row with ``error`` and no time."""
     tell(case.name)
-    if isinstance(case, QuantizeCase):  # no other library has these alone
-        kvkern, peers = QuantizeStep(case, device).kvkern(), iter(())
-    else:
-        step = _step_of(case, device)
-        kvkern, peers = step.kvkern(), peers_of(step)
+    kvkern, peers = _on_new_inputs(case, device)
     error = _error(kvkern)
     if error is not None:
         tell(f"  kvkern is wrong and not timed: {error}")
@@ -106,13 +107,66 @@ def measure(
             tell(f"  {peer}")
         else:
             implementations.append(peer)
-    measured = clock(implementations)
+    if in_a_row == 1:
+        measured = clock(implementations)
+    else:
+        measured = clock(_in_a_row(implementations, case, device, in_a_row))
+        measured = [_of_one(measured_one, in_a_row) for measured_one in measured]
     rows = []
     for implementation, time in zip(implementations, measured, strict=True):
         error = None if implementation is kvkern else _error(implementation)
         rows.append(_row(case, machine, implementation, error, time, measured[0]))
         tell(f"  {_line(rows[-1])}")
     return rows
+
+
+def _on_new_inputs(
+    case: AnyCase, device: torch.device | str
+) -> tuple[Implementation, Iterator[Implementation | str]]:
+    """kvkern and its peers."""
+    if isinstance(case, QuantizeCase):  # no other library has these alone
+        return QuantizeStep(case, device).kvkern(), iter(())
+    step = _step_of(case, device)
+    return step.kvkern(), peers_of(step)
+
+
+def _in_a_row(
+    implementations: Sequence[Implementation],
+    case: AnyCase,
+    device: torch.device | str,
+    num_calls: int,
+) -> list[Implementation]:
+    """Each one's call is followed by as many more as make ``num_calls``, on other inputs."""
+    firsts: dict[str, list[Call]] = {one.name: [one.first or _nothing] for one in implementations}
+    calls = {one.name: [one.call] for one in implementations}
+    for _ in range(num_calls - 1):
+        kvkern, peers = _on_new_inputs(case, device)
+        for one in (kvkern, *limits_of(case, torch.device(device)), *peers):
+            if isinstance(one, Implementation) and one.name in calls:
+                firsts[one.name].append(one.first or _nothing)
+                calls[one.name].append(one.call)
+    return [
+        one._replace(
+            call=partial(_call_all, calls[one.name]),
+            first=one.first and partial(_call_all, firsts[one.name]),
+        )
+        for one in implementations
+    ]
+
+
+def _call_all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _of_one(measured: Measured, num_calls: int) -> Measured:
+    """Of as many in a row."""
+    run, host = (Timing(*(us / num_calls for us in time)) for time in measured[:2])
+    return Measured(run, host, f"{measured.clock}, {num_calls} in a row")
 
 
 def _step_of(
@@ -239,6 +293,7 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[AnyCase] = ALL_
     parser.add_argument("--op", nargs="*", choices=sorted({case.op for case in cases}))
     parser.add_argument("--case", default="", metavar="TEXT", help="cases with TEXT in their name")
     parser.add_argument("--peers", action="store_true", help="also time the libraries found here")
+    parser.add_argument("--in-a-row", type=int, default=1, metavar="N", help="calls in one graph")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines to FILE")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     settings = parser.parse_args(arguments)
@@ -250,7 +305,14 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[AnyCase] = ALL_
     clock = gpu_clock if device.type == "cuda" else host_clock
     is_wrong = False
     for case in chosen:
-        rows = measure(case, machine, clock, device=device, with_peers=settings.peers)
+        rows = measure(
+            case,
+            machine,
+            clock,
+            device=device,
+            with_peers=settings.peers,
+            in_a_row=settings.in_a_row,
+        )
         is_wrong |= rows[0]["error"] is not None
         if settings.out is not None:
             settings.out.parent.mkdir(parents=True, exist_ok=True)

@@ -59,6 +59,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         name="spills within budget", spill_budget=1 << 20, spill_reason="planted"
     )
     yield registers_for_one_warp_too_few._replace(name="spills unexplained", spill_budget=1 << 20)
+    yield _copy_config("early start", options={"launch_pdl": True})
     yield _copy_config("misspelt option", options={"num_warp": 8})
     yield _copy_config("missing constexpr", constexprs={})
     yield KernelConfig(

@@ -361,6 +361,27 @@ def test_wrong_result_is_told_and_never_timed(case, wrong, monkeypatch):
     assert row["error"] and row["us"] is None and "wrong and not timed" in told[-1]
 
 
+def test_calls_in_a_row_have_tensors_of_their_own_and_the_time_of_one(monkeypatch):
+    case = LinearCase("matmul_w4a16", Layer("tiny", 96, 256), 5)
+    weights = []
+
+    def matmul(x, weight, **options):
+        weights.append(weight.values.data_ptr())
+        return kvkern.matmul_w4a16(x, weight, **options)
+
+    def clock(implementations):
+        weights.clear()
+        for implementation in implementations:
+            implementation.call()
+        return fake_clock(implementations)
+
+    monkeypatch.setitem(linear._MATMULS, case.op, matmul)
+    rows = run.measure(case, MACHINE, clock, device="cpu", with_peers=True, in_a_row=4)
+    assert len(weights) == len(set(weights)) == 4
+    assert [row["us"] for row in rows] == [2.5, 5.0] and rows[0]["host_us"] == 0.75
+    assert {row["clock"] for row in rows} == {"fake, 4 in a row"}
+
+
 def test_missing_peers_are_lines_and_present_ones_rows(monkeypatch):
     monkeypatch.setenv("PEERS", "/nonexistent")
     told = []

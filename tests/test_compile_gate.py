@@ -108,6 +108,7 @@ def test_gate_refuses_each_planted_kernel_for_its_own_reason_and_passes_the_soun
         "spills": "spills: want at most 0 bytes, got ",
         "spills within budget": None,
         "spills unexplained": "spill_budget: want a spill_reason beside it",
+        "early start": "early start: want a gdc_wait",
         "misspelt option": "options: want Triton's own, got ['num_warp']",
         "missing constexpr": "signature and constexprs: want each of",
         "shared memory": "shared memory: want at most 166912 bytes, got ",

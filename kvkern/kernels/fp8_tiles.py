@@ -55,10 +55,9 @@ class Tile(NamedTuple):
             "CHUNKS": self.chunks,
         }
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def options(self, gpu: Gpu) -> dict[str, Any]:
         """What it is compiled with; a sum that a compiler fuses would not be the reference's."""
-        return {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        return {"num_warps": self.num_warps, "enable_fp_fusion": False, **gpu.early_start}
 
 
 def choose_tile(num_columns: int, within: Cell, thread: int = 8) -> Tile:
@@ -112,6 +111,7 @@ def quantizing_fields(
         "POWER_OF_TWO": power_of_two,
         "LIMIT": torch.finfo(values.dtype).max,
         "NATIVE_FP8": gpu.has_fp8,
+        "IS_EARLY": gpu.has_early_start,
     }
 
 

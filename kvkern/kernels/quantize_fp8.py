@@ -65,10 +65,12 @@ def _quantize_fp8_kernel(
     POWER_OF_TWO: tl.constexpr,
     LIMIT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
-    IS_EARLY: tl.constexpr,  # whether it may start while partials are still being written
+    IS_EARLY: tl.constexpr,  # whether it may start before the launch before has ended
 ):
     """One tile."""
     tile = tl.program_id(0)
+    if IS_EARLY and partials_ptr is None:
+        gdc_wait()
     if partials_ptr is not None:  # first what was read last, and is in the L2 still
         tile = tl.num_programs(0) - 1 - tile
     first_row, first_column = tile_at(tile, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS)
@@ -76,6 +78,8 @@ def _quantize_fp8_kernel(
         x_ptr, first_row, first_column, num_rows, stride_x, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS,
         CELL,
     )  # fmt: skip
+    if IS_EARLY and partials_ptr is None:
+        gdc_launch_dependents()
     if partials_ptr is None:
         store_quantized(
             chunks, first_row, first_column, num_rows, values_ptr, stride_values, scale_ptr,
@@ -87,6 +91,7 @@ def _quantize_fp8_kernel(
         offs = tl.arange(0, BLOCK_P)
         if IS_EARLY:
             gdc_wait()
+            gdc_launch_dependents()
         partial_ptrs = partials_ptr + cell * num_partials + offs
         partials = tl.load(partial_ptrs, mask=offs < num_partials, other=0.0)
         scale = scale_for(tl.max(partials, axis=0), POWER_OF_TWO, LIMIT)
@@ -112,11 +117,12 @@ def _partial_maxima_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    LETS_NEXT_START: tl.constexpr,  # which waits for all of this before it reads partials
+    IS_EARLY: tl.constexpr,
 ):
     """max |x| of every ``num_partials``-th tile of a cell of whole rows, where that is finite."""
-    if LETS_NEXT_START:
-        gdc_launch_dependents()
+    if IS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()  # x is there: the second launch reads it before it waits
     cell, first_tile = tl.program_id(0) // num_partials, tl.program_id(0) % num_partials
     x_ptr += cell.to(tl.int64) * num_rows * stride_x
     TILES_K: tl.constexpr = (NUM_COLUMNS + COLUMNS * CHUNKS - 1) // (COLUMNS * CHUNKS)
@@ -149,13 +155,18 @@ def _dequantize_fp8_kernel(
     CELL: tl.constexpr,
     IS_E5M2: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """One tile."""
     first_row, first_column = tile_at(tl.program_id(0), NUM_COLUMNS, ROWS, COLUMNS, CHUNKS)
+    if IS_EARLY:
+        gdc_wait()
     chunks = load_chunks(
         values_ptr, first_row, first_column, num_rows, stride_values, NUM_COLUMNS, ROWS, COLUMNS,
         CHUNKS, CELL,
     )  # fmt: skip
+    if IS_EARLY:
+        gdc_launch_dependents()
     row = rows_from(first_row, ROWS)
     if CELL == "tensor" or CELL == "row":
         scale = load_scale(
@@ -229,9 +240,9 @@ def _maxima_call(
         "num_partials": num_partials,
         "stride_x": x.stride(0),
         **tile.fields(num_columns),
-        "LETS_NEXT_START": gpu.has_early_start,
+        "IS_EARLY": gpu.has_early_start,
     }
-    return (num_partials * num_cells,), arguments, tile.options
+    return (num_partials * num_cells,), arguments, tile.options(gpu)
 
 
 def _quantize_call(
@@ -247,7 +258,6 @@ def _quantize_call(
     has_scales = is_static or partials is not None
     is_free = has_scales and granularity != "group"  # narrow tiles are the faster there
     tile = choose_tile(x.shape[1], "tensor" if is_free else granularity)
-    is_early = partials is not None and gpu.has_early_start
     arguments = {
         "x_ptr": x,
         "partials_ptr": partials,
@@ -256,10 +266,8 @@ def _quantize_call(
         "stride_x": x.stride(0),
         "BLOCK_P": _most_partials(granularity),
         **quantizing_fields(values, scale, granularity, tile, is_static, power_of_two, gpu),
-        "IS_EARLY": is_early,
     }
-    options = {**tile.options, "launch_pdl": True} if is_early else tile.options
-    return (tile.num_tiles(*x.shape),), arguments, options
+    return (tile.num_tiles(*x.shape),), arguments, tile.options(gpu)
 
 
 def _dequantize_call(
@@ -279,8 +287,9 @@ def _dequantize_call(
         "CELL": granularity,
         "IS_E5M2": values.dtype == torch.float8_e5m2,
         "NATIVE_FP8": gpu.has_fp8,
+        "IS_EARLY": gpu.has_early_start,
     }
-    return (tile.num_tiles(*out.shape),), arguments, tile.options
+    return (tile.num_tiles(*out.shape),), arguments, tile.options(gpu)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
@@ -51,9 +52,12 @@ def _rms_norm_quant_fp8_kernel(
     POWER_OF_TWO: tl.constexpr,
     LIMIT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # whether it may start before the launch before has ended
 ):
     """One tile of whole rows."""
     first_row, first_column = tile_at(tl.program_id(0), NUM_COLUMNS, ROWS, COLUMNS, CHUNKS)
+    if IS_EARLY:
+        gdc_wait()
     chunks = load_chunks(
         x_ptr, first_row, first_column, num_rows, stride_x, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS,
         CELL, "evict_first",  # not gamma, which all programs read
@@ -63,6 +67,8 @@ def _rms_norm_quant_fp8_kernel(
             chunks, residual_ptr, first_row, num_rows, stride_residual, NUM_COLUMNS, ROWS, COLUMNS,
             CHUNKS, CELL,
         )  # fmt: skip
+    if IS_EARLY:
+        gdc_launch_dependents()
     inverse = tl.rsqrt(_mean_square(chunks, NUM_COLUMNS, CHUNKS) + eps)
     normed = ()
     for i in tl.static_range(CHUNKS):
@@ -168,7 +174,7 @@ def _call(
         "stride_residual": 0 if residual is None else residual.stride(0),
         **quantizing_fields(values, scale, granularity, tile, is_static, power_of_two, gpu),
     }
-    return (tile.num_tiles(*x.shape),), arguments, tile.options
+    return (tile.num_tiles(*x.shape),), arguments, tile.options(gpu)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:

@@ -491,9 +491,7 @@ def _merge_call(
         "IS_EARLY": gpu.has_early_start,
     }
     num_steps = triton.cdiv(latent_dim, block_c) * triton.cdiv(slot_rows, block_r) * num_cuts
-    options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    if gpu.has_early_start:
-        options["launch_pdl"] = True
+    options = {"num_warps": num_warps, "enable_fp_fusion": True, **gpu.early_start}
     return (min(num_steps, 16 * gpu.num_sms),), arguments, options
 
 

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
@@ -42,9 +43,12 @@ def _silu_and_mul_quant_fp8_kernel(
     POWER_OF_TWO: tl.constexpr,
     LIMIT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # whether it may start before the launch before has ended
 ):
     """One tile."""
     first_row, first_column = tile_at(tl.program_id(0), NUM_COLUMNS, ROWS, COLUMNS, CHUNKS)
+    if IS_EARLY:
+        gdc_wait()
     gates = load_chunks(
         x_ptr, first_row, first_column, num_rows, stride_x, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS,
         CELL,
@@ -53,6 +57,8 @@ def _silu_and_mul_quant_fp8_kernel(
         x_ptr + NUM_COLUMNS, first_row, first_column, num_rows, stride_x, NUM_COLUMNS, ROWS,
         COLUMNS, CHUNKS, CELL,
     )  # fmt: skip
+    if IS_EARLY:
+        gdc_launch_dependents()
     products = ()
     for i in tl.static_range(CHUNKS):
         gate, up = gates[i].to(tl.float32), ups[i].to(tl.float32)
@@ -96,7 +102,7 @@ def _call(
         "stride_x": x.stride(0),
         **quantizing_fields(values, scale, granularity, tile, is_static, power_of_two, gpu),
     }
-    return (tile.num_tiles(*values.shape),), arguments, tile.options
+    return (tile.num_tiles(*values.shape),), arguments, tile.options(gpu)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:

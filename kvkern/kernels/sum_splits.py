@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.launch import Launch, launch
@@ -45,6 +45,7 @@ def sum_splits_kernel(
     offs = (offs_s.to(tl.int64) * num_all_rows + row)[:, None] * num_columns + offs_n[None, :]
     if IS_EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     total = tl.sum(tl.load(partials_ptr + offs, mask=mask, other=0), axis=0).to(tl.float32)
     if column_scale_ptr is not None:
         total *= tl.load(column_scale_ptr + offs_n, mask=mask_n, other=0.0)
@@ -87,9 +88,7 @@ def sum_splits_call(
         "BLOCK_N": 128,  # of one warp, which needs no shared memory and finds room beside others
         "IS_EARLY": gpu.has_early_start,
     }
-    options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
-    if gpu.has_early_start:
-        options["launch_pdl"] = True
+    options = {"num_warps": 1, "enable_fp_fusion": True, **gpu.early_start}
     return (num_all_rows, triton.cdiv(num_columns, 128)), arguments, options
 
 

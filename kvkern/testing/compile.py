@@ -170,6 +170,8 @@ def problems(config: KernelConfig, capability: int) -> list[str]:
         if not ends or ends[0] not in config.loop_ends:
             wanted = f"want the first to end {config.loop_ends} bytes into 128"
             found.append(f"loops of products: {wanted}, got {ends}")
+    if config.options.get("launch_pdl") and "griddepcontrol.wait" not in report.ptx:
+        found.append("early start: want a gdc_wait for the launch before, got none")
     if not re.search(config.product, report.ptx):
         found.append(f"product: want an instruction like {config.product!r}, got none")
     return found

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.device import Gpu
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor, view_tile
@@ -83,6 +84,7 @@ def _fetch_rest(ring, empty, descs, most_tiles, num_columns, num_steps, IS_WHOLE
                 mbarrier.wait(empty.index(stage), phase)
             _fetch(ring, descs, n0, step, stage)
             stage, phase = next_stage(stage, phase, STAGES)
+    gdc_launch_dependents()  # next to all SMs have a program of this, so the next one's are spread
 
 
 @gluon.jit
@@ -222,12 +224,15 @@ def matmul_few_kernel(
     num_steps = gl.cdiv(num_chunks, STEP)  # beyond the last chunk a box has zeros
     ring = (words, xs, scales, full)
     descs = (words_desc, x_desc, scale_desc)
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(_AHEAD):
         mbarrier.init(full.index(stage), count=1)
-        if stage < _AHEAD:
-            fence_async_shared()
-            if stage < num_steps:
-                _fetch(ring, descs, gl.program_id(0) * COLUMNS, stage, stage)
+    fence_async_shared()
+    gdc_wait()
+    for stage in gl.static_range(_AHEAD):
+        if stage < num_steps:
+            _fetch(ring, descs, gl.program_id(0) * COLUMNS, stage, stage)
+    for stage in gl.static_range(_AHEAD, STAGES):
+        mbarrier.init(full.index(stage), count=1)
     empty = make_barriers(1 if IS_WHOLE else STAGES, 1)
     done = make_barriers(1, _TEAMS).index(0)
     free = make_barriers(1, 1).index(0)
@@ -326,5 +331,5 @@ def few_call(
         "STAGES": tiles.stages,
         "IS_WHOLE": tiles.is_whole,
     }
-    options = {"num_warps": _WARPS.value, "enable_fp_fusion": True}
+    options = {"num_warps": _WARPS.value, "enable_fp_fusion": True, "launch_pdl": True}
     return (num_programs,), arguments, options

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.config import KernelConfig, config_of_call, spills
 from kvkern.kernels.device import gpu_of
@@ -323,6 +324,7 @@ def _multiply(
             _store(acc, staged, out_desc, head, token, column, which * BOXES, BOXES)
         done += STEPS
         tile += num_shares
+    gdc_launch_dependents()
     tma.store_wait(0)
 
 
@@ -367,6 +369,7 @@ def _mla_absorb_kernel(
     empty = make_barriers(STAGES, 2)
     w_full = make_barriers(PIECES, 1)
     fence_async_shared()
+    gdc_wait()
     gl.warp_specialize(
         [
             (_multiply, (
@@ -497,7 +500,7 @@ def _call(
         "STAGES": tiles.stages,
         "ALONG_K": along_k,
     }
-    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True, "launch_pdl": True}
     return (num_heads * parts * num_shares,), arguments, options
 
 

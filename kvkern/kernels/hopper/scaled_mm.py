@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.config import FP8_PRODUCT, KernelConfig, config_of_call, spills
 from kvkern.kernels.device import gpu_of
@@ -175,6 +175,7 @@ def _multiply(
         store_box_of_held(held, number, ends, which, ORDER)
     if ORDER.num_experts and which == 0:
         clear_padding(ends, shape)
+    gdc_launch_dependents()  # no sooner: where the next one's programs find room they stay
     tma.store_wait(0)
 
 
@@ -452,6 +453,7 @@ def _scaled_mm_kernel(
             b_desc.dtype, _several(STAGES, extra_desc.block_type.shape), extra_desc.layout
         )
     BY_LANES: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
+    gdc_wait()
     experts = (row_offsets_ptr,)
     if ORDER.num_experts:
         experts = share_out(row_offsets_ptr, num_rows, num_matrices, ORDER)
@@ -476,7 +478,8 @@ def _scaled_mm_kernel(
         ring, descs, scales, shape, strides, first_place, rounds, HAS_GROUPS, IS_COLUMN_MAJOR,
         ORDER,
     )  # fmt: skip
-    gdc_launch_dependents()  # a sum of splits that waits for all of this may start
+    if num_splits > 1:
+        gdc_launch_dependents()  # their sum may start, which waits for all of this
     TO_FETCH: gl.constexpr = _registers_to_fetch(BY_LANES, ORDER)
     if GROUPS == 2:
         gl.warp_specialize(
@@ -684,7 +687,7 @@ def _call(
 
 
 def _options(maxnreg: int) -> dict[str, Any]:
-    return {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True}
+    return {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True, "launch_pdl": True}
 
 
 def _scales_of_rows(

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.hopper.compat import (
     as_matrix,
@@ -156,6 +156,7 @@ def scaled_mm_few_kernel(
     BY_THREADS: gl.constexpr = HAS_GROUPS and not IS_COLUMN_MAJOR
     # stages that are asked for before all barriers are made; of many scales to copy that is slower
     AHEAD: gl.constexpr = 0 if BY_THREADS and ROWS > 32 else 2
+    ARRIVALS: gl.constexpr = 129 if BY_THREADS else 1  # threads' copies, and TMA
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 1, ROWS, OF_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 1, BLOCK_N, OF_K], b_desc.layout)
     if IS_COLUMN_MAJOR:
@@ -185,6 +186,9 @@ def scaled_mm_few_kernel(
     num_fills = (split + 1) * fills // num_splits - first_fill
     first_step = STEPS * first_fill
 
+    for fill in gl.static_range(AHEAD):
+        mbarrier.init(full.index(fill), count=ARRIVALS)
+    gdc_wait()
     of_b = scale_b_ptr + matrix.to(gl.int64) * stride_scale_b_matrix
     of_step_a = 0  # of boxes
     if not IS_COLUMN_MAJOR:
@@ -202,17 +206,22 @@ def scaled_mm_few_kernel(
         of_step_a += lane_row.to(gl.int64) * stride_scale_a_row
     ring = (a, b, factors_a, factors_b, full)
     place = (a_desc, b_desc, scale_a_ptr, matrix, first_row, column, end_step)
-    for fill in gl.static_range(STAGES):
-        mbarrier.init(full.index(fill), count=129 if BY_THREADS else 1)  # threads' copies, and TMA
-        if fill < AHEAD:
-            fence_async_shared()
-            if fill < num_fills:
-                of_step_a = _fetch(
-                    ring, place, of_step_a, stride_scale_a_group, first_step + STEPS * fill, fill,
-                    HAS_GROUPS, IS_COLUMN_MAJOR,
-                )  # fmt: skip
     fence_async_shared()
-    gdc_launch_dependents()  # a sum of splits that waits for all of this may start
+    for fill in gl.static_range(AHEAD):
+        if fill < num_fills:
+            of_step_a = _fetch(
+                ring, place, of_step_a, stride_scale_a_group, first_step + STEPS * fill, fill,
+                HAS_GROUPS, IS_COLUMN_MAJOR,
+            )  # fmt: skip
+    for fill in gl.static_range(AHEAD, STAGES):
+        mbarrier.init(full.index(fill), count=ARRIVALS)
+    fence_async_shared()
+    # a sum of splits may start at once, another launch when all of K has been asked for; or at the
+    # end, where it matters how programs are spread: where they share b, or memory is the limit
+    is_short = (tiles_m == 1) & (num_fills <= 4 * STAGES)
+    last_fill = gl.where(is_short, num_fills - 1, num_fills + STAGES)
+    if (num_splits > 1) | (last_fill < STAGES):
+        gdc_launch_dependents()
     for fill in range(AHEAD, gl.minimum(num_fills, STAGES)):
         of_step_a = _fetch(
             ring, place, of_step_a, stride_scale_a_group, first_step + STEPS * fill, fill,
@@ -271,9 +280,12 @@ def scaled_mm_few_kernel(
                 ring, place, of_step_a, stride_scale_a_group, first_step, fill + STAGES, num_fills,
                 stage, HAS_GROUPS, IS_COLUMN_MAJOR,
             )  # fmt: skip
+        if fill + STAGES == last_fill:
+            gdc_launch_dependents()
         stage, phase = next_stage(stage, phase, STAGES)
     if IN_TENSOR_CORE:
         acc = warpgroup_mma_wait(0, deps=(acc,))
+    gdc_launch_dependents()
 
     if not HAS_GROUPS:
         acc *= gl.expand_dims(scale_b, 1) * gl.expand_dims(scale_a, 0)

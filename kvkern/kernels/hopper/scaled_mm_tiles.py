@@ -202,8 +202,8 @@ def rows_of_box(num_rows: int, tile: Tiles) -> int:
 
 def _with_stages_of_few(tiles: Tiles, rows: int, steps: int, programs: int) -> Tiles:
     """As many as there is room for beside other programs of the SM, and as K has."""
-    room = _SHARED_BYTES // min(programs, 5) + 18 * 1024  # nothing is staged
-    stages = min(_most_stages(rows, 64, room), 20)
+    room = (_SHARED_BYTES + 1024) // min(programs, 5) - 1024 - 2048
+    stages = min(room // ((rows + 64) * 128 + 4 * max(rows, 32)), 20)
     of_k = 2 if stages >= 6 or rows <= 16 else 1
     stages = min(stages // of_k, triton.cdiv(steps, of_k * tiles.num_splits))
     return tiles._replace(stages=max(stages, 2), steps=of_k)
