@@ -1,14 +1,18 @@
-"""A launch may begin before the one before it has ended: it waits before it reads or writes.
-
-Ops that need each other's results, one after the other without a pause, give the bits that they
-give with one. In a graph nothing else is launched between them, and inputs are new for each replay,
-so that what an earlier one has left in memory is not the result.
-"""
+"""A launch may begin before the one before it has ended: it waits before it reads or writes."""
 
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
 from kvkern import (
+    QuantizedInt4,
+    QuantizedInt8,
+    dequantize_fp8,
     matmul_w4a16,
     matmul_w8a16,
     mla_absorb,
@@ -21,82 +25,210 @@ from kvkern import (
 )
 from kvkern.testing.timing import capture
 
-BF16 = torch.bfloat16
-GROUPS = {"granularity": "group", "column_major_scales": True}
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HIDDEN = 2048
-on_hopper = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a card of compute capability 9.0",
 )
 
 
-class Layer:
-    """Linear layers whose ops each read what the one before has written."""
-
-    def __init__(self, num_rows):
-        self.x, self.residual = (randn(num_rows, HIDDEN) for _ in range(2))
-        self.gamma = randn(HIDDEN)
-        self.of_blocks = [fp8(n, k, "block") for n, k in ((6144, HIDDEN), (512, 3072), (4096, 512))]
-        self.of_rows, self.of_tensor = fp8(HIDDEN, 4096, "row"), fp8(HIDDEN, 4096, "tensor")
-        self.int8, self.int4 = quantize_int8(randn(4096, HIDDEN)), quantize_int4(randn(4096, 4096))
-        self.heads = randn(32, 128, 512) / 11
-
-    def __call__(self, between=lambda: None):
-        """Results of each kind; ``between`` is called after each op."""
-
-        def then(result):
-            between()
-            return result
-
-        def multiply(quantized, weight, **options):
-            (b, scale_b), (a, scale_a) = weight, (quantized.values, quantized.scale)
-            return then(scaled_mm(a, b, scale_a, scale_b, backend="hopper", **options))
-
-        residual = then(self.residual.clone())
-        normed = then(rms_norm_quant_fp8(self.x, self.gamma, residual=residual, **GROUPS))
-        gates = multiply(normed, self.of_blocks[0])
-        down = multiply(then(silu_and_mul_quant_fp8(gates, **GROUPS)), self.of_blocks[1])
-        y = multiply(then(quantize_fp8(down, **GROUPS)), self.of_blocks[2])
-        by_rows = multiply(then(quantize_fp8(y, granularity="row")), self.of_rows)
-        fast = {"accumulation": "fast"}
-        # two launches, the second of which reads y before it waits for the first
-        by_tensor = multiply(then(quantize_fp8(y, granularity="tensor")), self.of_tensor, **fast)
-        # a weight that has just been made
-        made = then(quantize_fp8(by_rows[:64].repeat(4, 1), granularity="block"))
-        of_made = multiply(then(quantize_fp8(by_tensor, **GROUPS)), (made.values.T, made.scale.T))
-        wide = then(matmul_w8a16(by_tensor, self.int8))
-        narrow = then(matmul_w4a16(wide, self.int4))
-        of_heads = narrow.view(-1, 32, 128)
-        absorbed = then(mla_absorb(of_heads, self.heads, backend=absorb_backend(len(self.x))))
-        return residual, y, by_rows, of_made, narrow, absorbed
+@pytest.fixture(autouse=True)
+def memory_as_it_is(monkeypatch):
+    """Where filling it with NaN would be a launch of its own, between those that are meant."""
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, getattr(torch, name).__wrapped__)
 
 
-def absorb_backend(num_rows):
-    return "hopper" if num_rows > 64 else "auto"
+@triton.jit(do_not_specialize=["size", "out_size"])
+def _copy_late(source, target, size, out, seen, out_size, BLOCK: tl.constexpr):
+    """What is next may start at once, but is only right if it waits for this, for a millisecond."""
+    gdc_launch_dependents()
+    program = tl.program_id(0)
+    for _ in range(1000):
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 1000; mov.u32 $0, $1;", "=r,r", [program], tl.int32, False, 1
+        )
+    for first in range(program * BLOCK, size, tl.num_programs(0) * BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        tl.store(target + offs, tl.load(source + offs, mask=offs < size), mask=offs < size)
+    for first in range(program * BLOCK, out_size, tl.num_programs(0) * BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        tl.store(seen + offs, tl.load(out + offs, mask=offs < out_size), mask=offs < out_size)
 
 
 def randn(*shape):
     return torch.randn(*shape, dtype=BF16, device="cuda")
 
 
-def fp8(num_columns, depth, granularity):
-    weight = quantize_fp8(randn(num_columns, depth), granularity=granularity)
-    return weight.values.T, weight.scale if granularity == "tensor" else weight.scale.T
+def operands(num_rows, num_columns, depth, granularity):
+    """Of scaled_mm, scales of groups column-major; all contiguous."""
+    of_weight = "block" if granularity == "group" else granularity
+    a = quantize_fp8(randn(num_rows, depth), granularity=granularity)
+    weight = quantize_fp8(randn(num_columns, depth), granularity=of_weight)
+    scale_a = a.scale.T.contiguous() if granularity == "group" else a.scale
+    return [a.values, weight.values, scale_a, weight.scale]
 
 
-@on_hopper
+def by_groups(a, weight, scale_a, scale_b, out, **options):
+    scaled_mm(a, weight.mT, scale_a.T, scale_b.mT, out=out, backend="hopper", **options)
+
+
+def by_tensors(a, weight, scale_a, scale_b, out):
+    fast = {"accumulation": "fast", "backend": "hopper"}
+    scaled_mm(a, weight.T, scale_a, scale_b, out=out, **fast)
+
+
+def of_experts():
+    a, weight, scale_a, scale_b = operands(640, 4 * 512, HIDDEN, "group")
+    ends = torch.randint(640, (3,)).sort().values
+    offsets = torch.tensor([0, *ends, 640], dtype=torch.int32, device="cuda")
+    return [a, weight.view(4, 512, HIDDEN), scale_a, scale_b.view(4, 4, -1), offsets]
+
+
+def multiply_experts(a, weight, scale_a, scale_b, offsets, out):
+    by_groups(a, weight, scale_a, scale_b, out, row_offsets=offsets)
+
+
+def multiply_w4(x, values, scale, out):
+    depth = x.shape[1]
+    weight = QuantizedInt4(values, scale, None, depth, depth // len(scale))
+    matmul_w4a16(x, weight, out=out, backend="hopper")
+
+
+def multiply_w8(x, values, scale, out):
+    weight = QuantizedInt8(values, scale, None, x.shape[1])
+    matmul_w8a16(x, weight, out=out, backend="hopper")
+
+
+def of_weight_only(quantize, num_rows, num_columns):
+    weight = quantize(randn(num_columns, HIDDEN))
+    return [randn(num_rows, HIDDEN), weight.values, weight.scale]
+
+
+OPS = {  # inputs; the op, which fills out; out's dtype and shape
+    "norm": (
+        lambda: [randn(64, HIDDEN), randn(HIDDEN), randn(64, HIDDEN)],
+        lambda x, gamma, residual, out: rms_norm_quant_fp8(x, gamma, residual=residual, out=out),
+        (E4M3, 64, HIDDEN),
+    ),
+    "silu": (
+        lambda: [randn(64, 2 * HIDDEN)],
+        lambda x, out: silu_and_mul_quant_fp8(x, granularity="group", out=out),
+        (E4M3, 64, HIDDEN),
+    ),
+    "dequantize": (
+        lambda: [*quantize_fp8(randn(64, HIDDEN), granularity="group")],
+        lambda values, scale, out: dequantize_fp8(values, scale, out=out),
+        (BF16, 64, HIDDEN),
+    ),
+    "few rows": (lambda: operands(64, 4096, HIDDEN, "tensor"), by_tensors, (BF16, 64, 4096)),
+    "few rows, groups": (lambda: operands(4, 512, 7168, "group"), by_groups, (BF16, 4, 512)),
+    "rows": (lambda: operands(512, 4096, HIDDEN, "tensor"), by_tensors, (BF16, 512, 4096)),
+    "rows, groups": (lambda: operands(2048, 2112, HIDDEN, "group"), by_groups, (BF16, 2048, 2112)),
+    "experts": (of_experts, multiply_experts, (BF16, 640, 512)),
+    "w4": (lambda: of_weight_only(quantize_int4, 8, 4096), multiply_w4, (BF16, 8, 4096)),
+    "w8": (lambda: of_weight_only(quantize_int8, 8, 512), multiply_w8, (BF16, 8, 512)),
+    "w4, rows": (lambda: of_weight_only(quantize_int4, 512, 4096), multiply_w4, (BF16, 512, 4096)),
+    "w8, rows": (lambda: of_weight_only(quantize_int8, 128, 512), multiply_w8, (BF16, 128, 512)),
+    "absorb": (
+        lambda: [randn(512, 32, 128), randn(32, 128, 512)],
+        lambda x, w, out: mla_absorb(x, w, out=out, backend="hopper"),
+        (BF16, 512, 32, 512),
+    ),
+} | {
+    f"quantize by {granularity}": (
+        lambda: [randn(256, HIDDEN)],
+        lambda x, out, of=granularity: quantize_fp8(x, granularity=of, out=out),
+        (E4M3, 256, HIDDEN),
+    )
+    for granularity in ("tensor", "row", "group", "block")
+}
+
+
+def in_one_piece(tensors):
+    """Copies next to each other, each at a multiple of 256 bytes; and all of their bytes."""
+    sizes = [x.numel() * x.element_size() for x in tensors]
+    starts = [0]
+    for size in sizes:
+        starts.append((starts[-1] + size + 255) // 256 * 256)
+    all_bytes = torch.zeros(starts[-1], dtype=torch.uint8, device="cuda")
+    views = [
+        all_bytes[start : start + size].view(x.dtype).view(x.shape)
+        for start, size, x in zip(starts, sizes, tensors, strict=False)
+    ]
+    for view, x in zip(views, tensors, strict=True):
+        view.view(torch.uint8).copy_(x.view(torch.uint8))
+    return all_bytes, views
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_waits_for_what_is_before_it(name):
+    make, call, (dtype, *shape) = OPS[name]
+    given, inputs = in_one_piece(make())
+    fresh, fresh_inputs = in_one_piece(make())
+    unchanged = fresh.clone()
+    out = torch.empty(*shape, dtype=dtype, device="cuda")
+    expected = torch.empty_like(out)
+    call(*fresh_inputs, expected)  # may change inputs, as a norm its residual
+    call(*inputs, out)  # both variants are compiled, and repeated calls are known
+    assert not torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+    of_out = out.view(torch.uint8).flatten()
+    seen = torch.zeros_like(of_out)
+    before = of_out.fill_(0x3B).clone()
+    torch.cuda.synchronize()
+    sizes = given.numel(), of_out.numel()
+    _copy_late[(16,)](unchanged, given, sizes[0], of_out, seen, sizes[1], BLOCK=4096)
+    call(*inputs, out)
+    torch.cuda.synchronize()
+    assert torch.equal(seen, before), "out: want what is before to read what was there"
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8)), "want fresh inputs read"
+
+
+def chain(x, weights, between=lambda: None):
+    """Launches that each read what the one before has written, and some results.
+
+    ``between`` is called after each op.
+    """
+    gamma, wide, down, up, of_rows, of_tensor = weights
+    groups = {"granularity": "group", "column_major_scales": True}
+
+    def then(result):
+        between()
+        return result
+
+    def multiply(a, weight, **options):
+        b, scale_b = weight
+        return then(scaled_mm(a.values, b, a.scale, scale_b, backend="hopper", **options))
+
+    gates = multiply(then(rms_norm_quant_fp8(x, gamma, **groups)), wide)
+    y = multiply(then(silu_and_mul_quant_fp8(gates, **groups)), down)
+    y = multiply(then(quantize_fp8(y, **groups)), up)
+    by_tensor = multiply(
+        then(quantize_fp8(y, granularity="tensor")), of_tensor, accumulation="fast"
+    )
+    by_rows = multiply(then(quantize_fp8(y, granularity="row")), of_rows)
+    made = then(quantize_fp8(by_rows[:64].repeat(4, 1), granularity="block"))  # a weight
+    of_made = multiply(then(quantize_fp8(by_tensor, **groups)), (made.values.T, made.scale.T))
+    return y, by_rows, by_tensor, of_made
+
+
 @pytest.mark.parametrize("num_rows", [64, 80, 256, 1000, 4096])
-def test_ops_in_a_row_are_those_with_a_pause_between(num_rows, monkeypatch):
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided")):
-        plain = getattr(owner, name).__wrapped__  # to fill memory with NaN is a launch too
-        monkeypatch.setattr(owner, name, plain)
-    layer = Layer(num_rows)
+def test_ops_in_a_row_are_those_with_a_pause_between(num_rows):
+    """In a graph, and of new inputs each time: what is left in memory is not the result."""
+
+    def fp8(num_columns, depth, granularity):
+        weight = quantize_fp8(randn(num_columns, depth), granularity=granularity)
+        return weight.values.T, weight.scale if granularity == "tensor" else weight.scale.T
+
+    x = randn(num_rows, HIDDEN)
+    of_blocks = [fp8(n, k, "block") for n, k in ((6144, HIDDEN), (512, 3072), (4096, 512))]
+    weights = randn(HIDDEN), *of_blocks, fp8(HIDDEN, 4096, "row"), fp8(HIDDEN, 4096, "tensor")
     results = []
-    replay = capture(lambda: results.append(layer()))
+    replay = capture(lambda: results.append(chain(x, weights)))
     for _ in range(8):
-        layer.x.normal_()
-        layer.residual.normal_()
-        expected = layer(torch.cuda.synchronize)
+        x.normal_()
+        expected = chain(x, weights, torch.cuda.synchronize)
         replay()
         for got, one in zip(results[-1], expected, strict=True):
             assert torch.equal(got, one)
