@@ -162,27 +162,70 @@ def in_one_piece(tensors):
     return all_bytes, views
 
 
+class Late:
+    """An op whose inputs are there late, and whose out is read late."""
+
+    def __init__(self, name):
+        make, self.call, (dtype, *shape) = OPS[name]
+        self.given, self.inputs = in_one_piece(make())
+        fresh, fresh_inputs = in_one_piece(make())
+        self.fresh = fresh.clone()
+        self.out = torch.empty(*shape, dtype=dtype, device="cuda")
+        expected = torch.empty_like(self.out)
+        self.call(*fresh_inputs, expected)  # may change inputs, as a norm its residual
+        self.call(*self.inputs, self.out)  # all is compiled now, and repeated calls are known
+        self.bytes, self.expected = (x.view(torch.uint8).flatten() for x in (self.out, expected))
+        assert not torch.equal(self.bytes, self.expected)
+        self.before = self.bytes.fill_(0x3B).clone()
+        self.seen = torch.zeros_like(self.before)
+        torch.cuda.synchronize()
+
+    def copy(self, first, end):
+        """Inputs' bytes from one to another, and what out has."""
+        sizes = end - first, len(self.bytes)
+        fresh, given = self.fresh[first:end], self.given[first:end]
+        _copy_late[(16,)](fresh, given, sizes[0], self.bytes, self.seen, sizes[1], BLOCK=4096)
+
+    def check(self):
+        torch.cuda.synchronize()
+        assert torch.equal(self.seen, self.before), "out: want it written after it was read"
+        assert torch.equal(self.bytes, self.expected), "inputs: want them read after written"
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_op_waits_for_what_is_before_it(name):
-    make, call, (dtype, *shape) = OPS[name]
-    given, inputs = in_one_piece(make())
-    fresh, fresh_inputs = in_one_piece(make())
-    unchanged = fresh.clone()
-    out = torch.empty(*shape, dtype=dtype, device="cuda")
-    expected = torch.empty_like(out)
-    call(*fresh_inputs, expected)  # may change inputs, as a norm its residual
-    call(*inputs, out)  # both variants are compiled, and repeated calls are known
-    assert not torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
-    of_out = out.view(torch.uint8).flatten()
-    seen = torch.zeros_like(of_out)
-    before = of_out.fill_(0x3B).clone()
-    torch.cuda.synchronize()
-    sizes = given.numel(), of_out.numel()
-    _copy_late[(16,)](unchanged, given, sizes[0], of_out, seen, sizes[1], BLOCK=4096)
-    call(*inputs, out)
-    torch.cuda.synchronize()
-    assert torch.equal(seen, before), "out: want what is before to read what was there"
-    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8)), "want fresh inputs read"
+    late = Late(name)
+    late.copy(0, len(late.given))
+    late.call(*late.inputs, late.out)
+    late.check()
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["few rows", "rows", "w4", "quantize by row"])
+def test_op_waits_for_both_streams_that_join(name, is_captured):
+    late, side = Late(name), torch.cuda.Stream()
+    half = len(late.given) // 512 * 256
+
+    def call():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            late.copy(half, len(late.given))
+        late.copy(0, half)
+        torch.cuda.current_stream().wait_stream(side)
+        late.call(*late.inputs, late.out)
+
+    if is_captured:
+        late.copy(0, 256)  # is compiled now
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        late.given.zero_()
+        torch.cuda.synchronize()
+        graph.replay()
+    else:
+        call()
+    late.check()
 
 
 def chain(x, weights, between=lambda: None):
