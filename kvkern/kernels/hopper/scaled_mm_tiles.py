@@ -201,8 +201,13 @@ def rows_of_box(num_rows: int, tile: Tiles) -> int:
 
 
 def _with_stages_of_few(tiles: Tiles, rows: int, steps: int, programs: int) -> Tiles:
-    """As many as there is room for beside other programs of the SM, and as K has."""
-    room = (_SHARED_BYTES + 1024) // min(programs, 5) - 1024 - 2048
+    """As many as there is room for beside other programs of the SM, and as K has.
+
+    With fewer an SM might take one program more than others have, of a launch that begins before
+    the one before it has ended.
+    """
+    of_columns = 4 * power_of_two(max(triton.cdiv(steps, tiles.num_splits) + 1, 128))  # scales
+    room = (_SHARED_BYTES + 1024) // min(programs, 5) - 1024 - of_columns - 512
     stages = min(room // ((rows + 64) * 128 + 4 * max(rows, 32)), 20)
     of_k = 2 if stages >= 6 or rows <= 16 else 1
     stages = min(stages // of_k, triton.cdiv(steps, of_k * tiles.num_splits))
