@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvkern.kernels.device import Gpu
 from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor
@@ -198,7 +198,6 @@ def _multiply(
         acc = acc * BACK * gl.expand_dims(_of_column(scale_ptr, column, num_columns), 1)
     if bias_ptr is not None:
         acc += gl.expand_dims(_of_column(bias_ptr, column, num_columns).to(gl.float32), 1)
-    gdc_launch_dependents()
     _store(acc.to(out_ptr.dtype.element_ty), n0, out_ptr, num_rows, num_columns)
 
 
@@ -257,7 +256,6 @@ def matmul_many_kernel(
     empty_x = gl.allocate_shared_memory(gl.int64, [STAGES_X, 1], mbarrier.MBarrierLayout())
     ready = make_barriers(1, 1)
     fence_async_shared()
-    gdc_wait()
     if LETS_NEXT_START:
         gdc_launch_dependents()
     first = gl.program_id(1) * chunks_per_split
@@ -377,5 +375,4 @@ def many_call(
         tiles.num_splits,
         triton.cdiv(num_rows, tiles.rows),
     )
-    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True, "launch_pdl": True}
-    return grid, arguments, options
+    return grid, arguments, {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
