@@ -5,6 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+# The option of a launch that may begin before the one before it has ended, some 0.5 us sooner.
+# Its kernel calls ``gdc_wait`` before it touches what another launch may write or read, and when
+# all of its programs have little left to do ``gdc_launch_dependents``. Not much sooner: the next
+# one's programs go where there is room, and are spread over the card worse than if all of it were
+# free; where memory is the limit that costs up to 15%.
+EARLY_START: dict[str, Any] = {"launch_pdl": True}
+
 
 class Gpu(NamedTuple):
     """A card, or one that is only compiled for."""
@@ -24,14 +31,8 @@ class Gpu(NamedTuple):
 
     @property
     def early_start(self) -> dict[str, Any]:
-        """The option of a launch that does, some 0.5 us sooner where it follows another.
-
-        Its kernel calls ``gdc_wait`` before it touches what another launch may write or read, then,
-        when all of its programs have little left to do, ``gdc_launch_dependents``. Not much sooner:
-        the next one's programs go where there is room, and are spread over the card worse than if
-        all of it were free; where memory is the limit that costs up to 15%.
-        """
-        return {"launch_pdl": True} if self.has_early_start else {}
+        """Options of a launch that does."""
+        return EARLY_START if self.has_early_start else {}
 
     @property
     def has_large_shared(self) -> bool:

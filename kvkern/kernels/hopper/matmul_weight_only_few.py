@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvkern.kernels.device import Gpu
+from kvkern.kernels.device import EARLY_START, Gpu
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor, view_tile
 from kvkern.kernels.hopper.packed_ints import (
     inverse_step,
@@ -331,5 +331,5 @@ def few_call(
         "STAGES": tiles.stages,
         "IS_WHOLE": tiles.is_whole,
     }
-    options = {"num_warps": _WARPS.value, "enable_fp_fusion": True, "launch_pdl": True}
+    options = {"num_warps": _WARPS.value, "enable_fp_fusion": True, **EARLY_START}
     return (num_programs,), arguments, options

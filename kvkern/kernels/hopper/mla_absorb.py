@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.config import KernelConfig, config_of_call, spills
-from kvkern.kernels.device import gpu_of
+from kvkern.kernels.device import EARLY_START, gpu_of
 from kvkern.kernels.hopper.compat import (
     as_matrix,
     load_tile,
@@ -500,7 +500,7 @@ def _call(
         "STAGES": tiles.stages,
         "ALONG_K": along_k,
     }
-    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True, "launch_pdl": True}
+    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True, **EARLY_START}
     return (num_heads * parts * num_shares,), arguments, options
 
 

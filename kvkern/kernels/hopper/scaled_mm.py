@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvkern.kernels.config import FP8_PRODUCT, KernelConfig, config_of_call, spills
-from kvkern.kernels.device import gpu_of
+from kvkern.kernels.device import EARLY_START, gpu_of
 from kvkern.kernels.hopper.compat import matrix_descriptor, slices_descriptor
 from kvkern.kernels.hopper.paging import make_barriers, pin
 from kvkern.kernels.hopper.scaled_mm_ends import (
@@ -687,7 +687,7 @@ def _call(
 
 
 def _options(maxnreg: int) -> dict[str, Any]:
-    return {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True, "launch_pdl": True}
+    return {"num_warps": 4, "maxnreg": maxnreg, "enable_fp_fusion": True, **EARLY_START}
 
 
 def _scales_of_rows(
