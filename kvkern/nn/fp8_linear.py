@@ -25,7 +25,9 @@ class FP8Linear(QuantizedLinear[QuantizedFP8]):
     fp8 copy that it multiplies by is made at the first call, and anew when the master has changed:
     by an optimizer, in place, replaced, moved or loaded. What PyTorch does not count as a change,
     writing through ``weight.data`` or replaying a CUDA graph, needs ``refresh()``. It counts none
-    of a tensor of inference mode: such a weight is quantised at each call.
+    of a tensor of inference mode: such a weight is quantised at each call. The call that makes the
+    copy writes it on its stream: those on other streams are to be ordered after it, as after
+    whatever writes a tensor.
 
     Without it (``keep_master=False``, ``release_master()``) ``weight`` is e4m3 and
     ``weight_scale_inv`` its fp32 descales; both are in the state dict, under the names that

@@ -63,7 +63,9 @@ class W8A16Linear(_WeightOnlyLinear[QuantizedInt8]):
     quantised copy that it multiplies by is made at the first call, and anew when the master has
     changed: by an optimizer, in place, replaced, moved or loaded. What PyTorch does not count as
     a change, writing through ``weight.data`` or replaying a CUDA graph, needs ``refresh()``. It
-    counts none of a tensor of inference mode: such a weight is quantised at each call.
+    counts none of a tensor of inference mode: such a weight is quantised at each call. The call
+    that makes the copy writes it on its stream: those on other streams are to be ordered after it,
+    as after whatever writes a tensor.
 
     Without it (``keep_master=False``, ``release_master()``) ``weight`` is what ``quantize_int8``
     stores, ``weight_scale`` its fp32 descales and ``weight_zero`` its zero points, if it is not

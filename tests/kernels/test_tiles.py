@@ -291,6 +291,19 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
 
 
 @pytest.mark.parametrize("sums", SUMS)
+def test_hopper_products_of_few_rows_leave_no_room_for_one_more_program(sums):
+    """Of a launch that begins early an SM gets what has room, while others may get none."""
+    layers = [(24576, 1536), (18432, 7168), (7168, 16384), (4096, 7168), (12288, 8192)]
+    for num_rows, (num_columns, depth) in itertools.product([1, 8, 16, 24, 32, 64], layers):
+        tiles = hopper_tiles(num_rows, num_columns, depth, sums)
+        if tiles.is_few:
+            programs = -(-num_columns // 64 * tiles.num_splits // 132)
+            rows = power_of_two(max(num_rows, 8))
+            ring = tiles.stages * tiles.steps * ((rows + 64) * 128 + 4 * max(rows, 32))
+            assert programs <= 3 and 228 * 1024 // (ring + 2048) == programs
+
+
+@pytest.mark.parametrize("sums", SUMS)
 def test_hopper_products_of_few_rows_have_two_steps_a_stage_where_three_fit(sums):
     """Or where a stage is small."""
     for num_rows, num_columns, of_stage in (
