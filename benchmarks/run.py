@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -96,22 +96,21 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row per implementation; if kvkern's result is wrong, one row with ``error`` and no time."""
     tell(case.name)
-    kvkern, peers = _on_new_inputs(case, device)
+    kvkern, peers = _on_new_tensors(case, device)
     error = _error(kvkern)
     if error is not None:
         tell(f"  kvkern is wrong and not timed: {error}")
         return [_row(case, machine, kvkern, error, None, None)]
-    implementations = [kvkern, *limits_of(case, torch.device(device))]
-    for peer in peers if with_peers else ():
-        if isinstance(peer, str):
-            tell(f"  {peer}")
-        else:
-            implementations.append(peer)
-    if in_a_row == 1:
-        measured = clock(implementations)
-    else:
-        measured = clock(_in_a_row(implementations, case, device, in_a_row))
-        measured = [_of_one(measured_one, in_a_row) for measured_one in measured]
+    implementations = _beside(kvkern, peers if with_peers else (), case, device, tell)
+    timed = implementations
+    if in_a_row > 1:
+        further = []
+        for _ in range(in_a_row - 1):
+            another, others = _on_new_tensors(case, device)
+            others = others if with_peers else iter(())
+            further.append(_beside(another, others, case, device, lambda _: None))
+        timed = [_as_one(same) for same in zip(implementations, *further, strict=True)]
+    measured = [_of_one(time, in_a_row) for time in clock(timed)]
     rows = []
     for implementation, time in zip(implementations, measured, strict=True):
         error = None if implementation is kvkern else _error(implementation)
@@ -120,7 +119,7 @@ def measure(
     return rows
 
 
-def _on_new_inputs(
+def _on_new_tensors(
     case: AnyCase, device: torch.device | str
 ) -> tuple[Implementation, Iterator[Implementation | str]]:
     """kvkern and its peers."""
@@ -130,28 +129,32 @@ def _on_new_inputs(
     return step.kvkern(), peers_of(step)
 
 
-def _in_a_row(
-    implementations: Sequence[Implementation],
+def _beside(
+    kvkern: Implementation,
+    peers: Iterable[Implementation | str],
     case: AnyCase,
     device: torch.device | str,
-    num_calls: int,
+    tell: Callable[[str], None],
 ) -> list[Implementation]:
-    """Each one's call is followed by as many more as make ``num_calls``, on other inputs."""
-    firsts: dict[str, list[Call]] = {one.name: [one.first or _nothing] for one in implementations}
-    calls = {one.name: [one.call] for one in implementations}
-    for _ in range(num_calls - 1):
-        kvkern, peers = _on_new_inputs(case, device)
-        for one in (kvkern, *limits_of(case, torch.device(device)), *peers):
-            if isinstance(one, Implementation) and one.name in calls:
-                firsts[one.name].append(one.first or _nothing)
-                calls[one.name].append(one.call)
-    return [
-        one._replace(
-            call=partial(_call_all, calls[one.name]),
-            first=one.first and partial(_call_all, firsts[one.name]),
-        )
-        for one in implementations
-    ]
+    """kvkern, its limits, and those of the peers that are here."""
+    implementations = [kvkern, *limits_of(case, torch.device(device))]
+    for peer in peers:
+        if isinstance(peer, str):
+            tell(f"  {peer}")
+        else:
+            implementations.append(peer)
+    return implementations
+
+
+def _as_one(same: Sequence[Implementation]) -> Implementation:
+    """An implementation's calls, each on tensors of its own, one after the other."""
+    names = [one.name for one in same]
+    assert len(set(names)) == 1, f"want one implementation, got {names}"
+    firsts = [one.first for one in same if one.first is not None]
+    return same[0]._replace(
+        call=partial(_call_all, [one.call for one in same]),
+        first=partial(_call_all, firsts) if firsts else None,
+    )
 
 
 def _call_all(calls: Sequence[Call]) -> None:
@@ -159,12 +162,10 @@ def _call_all(calls: Sequence[Call]) -> None:
         call()
 
 
-def _nothing() -> None:
-    pass
-
-
 def _of_one(measured: Measured, num_calls: int) -> Measured:
     """Of as many in a row."""
+    if num_calls == 1:
+        return measured
     run, host = (Timing(*(us / num_calls for us in time)) for time in measured[:2])
     return Measured(run, host, f"{measured.clock}, {num_calls} in a row")
 
@@ -297,6 +298,8 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[AnyCase] = ALL_
     parser.add_argument("--out", type=Path, metavar="FILE", help="append JSON lines to FILE")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     settings = parser.parse_args(arguments)
+    if settings.in_a_row < 1:
+        parser.error(f"--in-a-row: want at least 1, got {settings.in_a_row}")
     ops = settings.op or {case.op for case in cases}
     chosen = [case for case in cases if case.op in ops and settings.case in case.name]
     device = torch.device(settings.device)

@@ -382,6 +382,30 @@ def test_calls_in_a_row_have_tensors_of_their_own_and_the_time_of_one(monkeypatc
     assert {row["clock"] for row in rows} == {"fake, 4 in a row"}
 
 
+def test_calls_in_a_row_are_all_of_one_implementation_or_none(monkeypatch, capsys):
+    case = LinearCase("matmul_w4a16", Layer("tiny", 96, 256), 5)
+    steps = []
+
+    def here_once(step):
+        steps.append(step)
+        return linear.cublas(step) if len(steps) == 1 else None
+
+    monkeypatch.setitem(peers._PEERS, case.op, (here_once,))
+    with pytest.raises(ValueError, match="shorter"):
+        run.measure(case, MACHINE, pytest.fail, device="cpu", with_peers=True, in_a_row=3)
+    assert len(steps) == 3
+    with pytest.raises(SystemExit):
+        run.main(["--in-a-row", "0", "--device", "cpu"])
+    assert "--in-a-row: want at least 1, got 0" in capsys.readouterr().err
+
+
+def test_calls_in_a_row_make_no_peer_that_is_not_asked_for(monkeypatch):
+    case = LinearCase("matmul_w4a16", Layer("tiny", 96, 256), 5)
+    monkeypatch.setitem(peers._PEERS, case.op, (pytest.fail,))
+    (row,) = run.measure(case, MACHINE, fake_clock, device="cpu", in_a_row=2)
+    assert row["us"] == 5.0
+
+
 def test_missing_peers_are_lines_and_present_ones_rows(monkeypatch):
     monkeypatch.setenv("PEERS", "/nonexistent")
     told = []

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 
 # The option of a launch that may begin before the one before it has ended, some 0.5 us sooner.
-# Its kernel calls ``gdc_wait`` before it touches what another launch may write or read, and when
-# all of its programs have little left to do ``gdc_launch_dependents``. Not much sooner: the next
-# one's programs go where there is room, and are spread over the card worse than if all of it were
-# free; where memory is the limit that costs up to 15%.
+# Its kernel calls ``gdc_wait`` before it touches what that one may write or read, and, when little
+# is left to do, ``gdc_launch_dependents``: never before it has waited, so that what the next one
+# waits for has all before it behind it. Much sooner, the next one's programs would go where there
+# is room, and be spread over the card worse than if all of it were free; where memory is the limit
+# that costs up to 15%.
 EARLY_START: dict[str, Any] = {"launch_pdl": True}
 
 

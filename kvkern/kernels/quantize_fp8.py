@@ -69,18 +69,18 @@ def _quantize_fp8_kernel(
 ):
     """One tile."""
     tile = tl.program_id(0)
-    if IS_EARLY and partials_ptr is None:
-        gdc_wait()
     if partials_ptr is not None:  # first what was read last, and is in the L2 still
         tile = tl.num_programs(0) - 1 - tile
+    elif IS_EARLY:
+        gdc_wait()
     first_row, first_column = tile_at(tile, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS)
     chunks = load_chunks(
         x_ptr, first_row, first_column, num_rows, stride_x, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS,
         CELL,
     )  # fmt: skip
-    if IS_EARLY and partials_ptr is None:
-        gdc_launch_dependents()
     if partials_ptr is None:
+        if IS_EARLY:
+            gdc_launch_dependents()
         store_quantized(
             chunks, first_row, first_column, num_rows, values_ptr, stride_values, scale_ptr,
             stride_scale_row, stride_scale_column, NUM_COLUMNS, ROWS, COLUMNS, CHUNKS, CELL,

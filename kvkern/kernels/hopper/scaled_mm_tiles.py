@@ -201,10 +201,11 @@ def rows_of_box(num_rows: int, tile: Tiles) -> int:
 
 
 def _with_stages_of_few(tiles: Tiles, rows: int, steps: int, programs: int) -> Tiles:
-    """As many as there is room for beside other programs of the SM, and as K has.
+    """As many as have room beside the SM's other programs, and as K has.
 
-    With fewer an SM might take one program more than others have, of a launch that begins before
-    the one before it has ended.
+    Room for one program more would be taken by a launch that begins before the one before it has
+    ended: some SMs would have one too many. An SM has 1 KB more than one program may have, and
+    keeps 1 KB for each; 512 bytes are for barriers.
     """
     of_columns = 4 * power_of_two(max(triton.cdiv(steps, tiles.num_splits) + 1, 128))  # scales
     room = (_SHARED_BYTES + 1024) // min(programs, 5) - 1024 - of_columns - 512
