@@ -273,11 +273,8 @@ def _hopper_weight_only_refuses_call(call: WeightOnlyCall) -> str | None:
         return "takes rows of x, and a weight with its scale, that begin at multiples of 16 bytes"
     if call.num_rows <= 16:
         return _hopper_few_rows_refuses(call)
-    if call.group_size == 32 or (call.group_size == 64 and call.has_zero):
-        zeros = " with zero points" if call.has_zero else ""
-        return (
-            f"takes groups of 128 columns, or 64 without zero points; got {call.group_size}{zeros}"
-        )
+    if call.group_size == 32:
+        return "takes groups of 64 columns, of 128 or all, got 32"
     return None
 
 

@@ -30,6 +30,9 @@ QUANTISERS = {  # how to quantise, to dequantise, to multiply
     "w4": (quantize_int4, dequantize_int4, matmul_w4a16),
     "w4 zero": (partial(quantize_int4, symmetric=False), dequantize_int4, matmul_w4a16),
     "w4 g64": (partial(quantize_int4, group_size=64), dequantize_int4, matmul_w4a16),
+    "w4 g64 zero": (
+        partial(quantize_int4, group_size=64, symmetric=False), dequantize_int4, matmul_w4a16,
+    ),
     "w4 g32 zero": (
         partial(quantize_int4, group_size=32, symmetric=False), dequantize_int4, matmul_w4a16,
     ),
@@ -449,11 +452,7 @@ FEW = MANY._replace(num_rows=16, num_columns=4096, depth=11008, has_zero=False)
 @pytest.mark.parametrize(
     "call, reason",
     [
-        (
-            MANY._replace(group_size=32, has_zero=False),
-            "takes groups of 128 columns, .*; got 32$",
-        ),
-        (MANY._replace(group_size=64), "or 64 without zero points; got 64 with zero points"),
+        (MANY._replace(group_size=32), "takes groups of 64 columns, of 128 or all, got 32$"),
         (MANY._replace(is_aligned=False), "takes rows of x, .* begin at multiples of 16 bytes"),
         (FEW._replace(is_aligned=False), "takes rows of x, .* begin at multiples of 16 bytes"),
         (FEW._replace(bits=8, group_size=0, has_zero=True), "without zero points, got all with"),
@@ -476,7 +475,8 @@ def test_call_that_hopper_takes_is_left_to_another_where_it_is_no_faster():
     hopper = hopper_row()
     for call in (MANY, MANY._replace(bits=8, group_size=0), FEW, FEW._replace(group_size=0)):
         assert hopper.refuses_call(call) is None and hopper.yields_call(call) is None
-    assert hopper.refuses_call(MANY._replace(group_size=64, has_zero=False)) is None
+    for has_zero in (True, False):
+        assert hopper.refuses_call(MANY._replace(group_size=64, has_zero=has_zero)) is None
     long = FEW._replace(depth=16384)
     for call in (FEW._replace(num_columns=4, depth=8192), long, FEW._replace(num_columns=28672)):
         assert hopper.refuses_call(call) is None and hopper.yields_call(call) is None

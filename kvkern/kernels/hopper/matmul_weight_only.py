@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkern.kernels.config import KernelConfig, config_of_call, spills
+from kvkern.kernels.config import KernelConfig, config_of_call
 from kvkern.kernels.device import Gpu, gpu_of
 from kvkern.kernels.hopper.matmul_weight_only_few import MOST_ROWS, few_call, matmul_few_kernel
 from kvkern.kernels.hopper.matmul_weight_only_many import (
@@ -92,9 +92,6 @@ class _ManyAgain:
             self._add(lambda into: self._multiply((*operands, None, into)), bias, out)
 
 
-_BUDGET = spills("around a group's end, where its sums meet those of all", 192)
-
-
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Each number of bits and size of group, zeros, both dtypes, tiles of each size."""
     if capability != 90:
@@ -113,7 +110,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         (8, 11008, fp16, True, 4096, 4096),
         (4, 128, bf16, False, 128, 4096),
         (4, 128, bf16, True, 4096, 4096),
-        (4, 64, bf16, False, 128, 4096),
+        (4, 64, bf16, False, 32, 4096),
+        (4, 64, bf16, True, 128, 4096),
         (4, 11008, fp16, False, 32, 4096),
     ):
         x = torch.empty(num_rows, 11008, dtype=dtype, device="meta")
@@ -132,4 +130,4 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         tiles = choose_tiles(num_rows, num_columns, 11008, bits, group_size, has_zero, gpu)
         parts = out if tiles.num_splits == 1 else new_partials(tiles.num_splits, out, torch.float32)
         _, *call = many_call(x, values, scale, zero, out[0], group_size, parts, tiles)
-        yield config_of_call(matmul_many_kernel, label, *call, **_BUDGET)
+        yield config_of_call(matmul_many_kernel, label, *call)

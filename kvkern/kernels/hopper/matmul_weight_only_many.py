@@ -2,8 +2,8 @@
 
 Weights are wgmma's rows, which it takes from registers, as they are when their codes have been made
 16-bit floats; tokens are its columns, in shared memory. Two warpgroups have half of a tile's
-weights each, and convert while the other one multiplies. One warp fetches by TMA: words with their
-scales into one ring, tokens into another.
+weights each, and make the next ones while their last are multiplied. One warp fetches by TMA: words
+with their scales into one ring, tokens of a step into another.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvkern.kernels.device import Gpu
+from kvkern.kernels.device import EARLY_START, Gpu
 from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor
 from kvkern.kernels.hopper.packed_ints import (
     PART,
@@ -32,7 +32,7 @@ from kvkern.kernels.hopper.packed_ints import (
     weights_of_part,
     words_layout,
 )
-from kvkern.kernels.hopper.paging import make_barriers, next_stage
+from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
 from kvkern.kernels.packed_ints import chunk_columns
 from kvkern.kernels.sum_splits import MOST_SPLITS
 from kvkern.warm_up import size_class
@@ -64,10 +64,10 @@ def _fetch(
 ):
     """The warp that fills both rings: of words with their groups' scales, and of tokens."""
     STAGES: gl.constexpr = words.shape[0]
-    STAGES_X: gl.constexpr = xs.shape[0]
+    STAGES_X: gl.constexpr = full_x.shape[0]
+    PARTS: gl.constexpr = xs.shape[0] // STAGES_X
     ROWS: gl.constexpr = words.shape[1]
     CHUNK: gl.constexpr = chunk_columns(BITS)
-    PARTS: gl.constexpr = CHUNK // PART
     GROUPS: gl.constexpr = CHUNK // GROUP if GROUP > 0 else 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n0 = gl.program_id(0) * ROWS
@@ -103,11 +103,13 @@ def _fetch(
                     copy_values(zeros.index(stage * GROUPS + index), ptrs, mask=mask)
             async_copy.mbarrier_arrive(bar, increment_count=False)
         stage, phase = next_stage(stage, phase, STAGES)
-        for part in range(PARTS):
+        for step in range(CHUNK // (PARTS * PART)):
             mbarrier.wait(empty_x.index(stage_x), phase_x)
             bar_x = full_x.index(stage_x)
-            mbarrier.expect(bar_x, x_desc.block_type.nbytes)
-            load_tile(x_desc, [m0, chunk * CHUNK + part * PART], bar_x, xs.index(stage_x))
+            mbarrier.expect(bar_x, PARTS * x_desc.block_type.nbytes)
+            for part in gl.static_range(PARTS):
+                column_x = chunk * CHUNK + (step * PARTS + part) * PART
+                load_tile(x_desc, [m0, column_x], bar_x, xs.index(stage_x * PARTS + part))
             stage_x, phase_x = next_stage(stage_x, phase_x, STAGES_X)
 
 
@@ -134,71 +136,113 @@ def _multiply(
     BITS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """A warpgroup: 64 of the tile's columns of out."""
+    """A warpgroup: 64 of the tile's columns of out.
+
+    While a step's products are made the next one's first operand is; what lies between them then
+    leaves the tensor core to the other warpgroup. ptxas has no product begin before one that is
+    under way and takes its operand from registers, unless both are awaited together.
+    """
     STAGES: gl.constexpr = words.shape[0]
-    STAGES_X: gl.constexpr = xs.shape[0]
+    STAGES_X: gl.constexpr = full_x.shape[0]
+    PARTS: gl.constexpr = xs.shape[0] // STAGES_X
+    STEPS: gl.constexpr = chunk_columns(BITS) // (PARTS * PART)  # of a chunk
     TOKENS: gl.constexpr = xs.shape[1]
     DTYPE: gl.constexpr = xs.dtype
-    PARTS: gl.constexpr = chunk_columns(BITS) // PART
     FIRST: gl.constexpr = WHICH * _WAVE
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = words_layout(_WAVE, 4)
-    OF_WORDS: gl.constexpr = gl.SliceLayout(1, WORDS)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     BACK: gl.constexpr = inverse_step(BITS, DTYPE == gl.bfloat16)
     n0 = gl.program_id(0) * words.shape[1] + FIRST
-    acc = gl.zeros([_WAVE, TOKENS], gl.float32, MMA)
+    column = n0 + stored_row(gl.arange(0, _WAVE, layout=OF_ROW))
+    scale_of_all = None
     zero_of_all = None
     if GROUP == 0:
+        scale_of_all = _of_column(scale_ptr, column, num_columns)
         if zero_ptr is not None:
-            of_word = n0 + gl.arange(0, _WAVE, layout=OF_WORDS)
-            zero_of_all = spread_zero(_of_column(zero_ptr, of_word, num_columns), DTYPE, WORDS)
+            of_word = n0 + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, WORDS))
+            zero_of_all = _of_column(zero_ptr, of_word, num_columns)
+    if zero_ptr is None:
+        zeros = None
+    acc = gl.zeros([_WAVE, TOKENS], gl.float32, MMA)
+    part_sum = gl.zeros([_WAVE, TOKENS], gl.float32, MMA)
     mbarrier.wait(ready.index(0), 0)
+    mbarrier.wait(full.index(0), 0)
+    tile = words.index(0).slice(FIRST, _WAVE, dim=0).load(WORDS)
+    scale = _of_step(scales, scale_of_all, 0, FIRST, OF_ROW)
+    weights = _weights_of_part(tile, zeros, zero_of_all, 0, 0, FIRST, BITS, DTYPE, A)
+    mbarrier.wait(full_x.index(0), 0)
     stage = 0
     phase = 0
     stage_x = 0
     phase_x = 0
-    for _ in range(first, last):
-        mbarrier.wait(full.index(stage), phase)
-        tile = words.index(stage).slice(FIRST, _WAVE, dim=0).load(WORDS)
-        for part in gl.static_range(PARTS):
-            if GROUP > 0 and part * PART % GROUP == 0:
-                of_group = stage * (PARTS * PART // GROUP) + part * PART // GROUP
-                factor = scales.index(of_group).slice(FIRST, _WAVE).load(OF_ROW)
-                if zero_ptr is None:
-                    zero = None
-                else:
-                    zero = spread_zero(
-                        zeros.index(of_group).slice(FIRST, _WAVE).load(OF_WORDS), DTYPE, WORDS
-                    )
-            if GROUP == 0:
-                zero = zero_of_all
-            weights = weights_of_part(tile, zero, part, BITS, DTYPE, A)
-            mbarrier.wait(full_x.index(stage_x), phase_x)
-            x = xs.index(stage_x).permute((1, 0))
-            if GROUP == 0:
-                acc = warpgroup_mma(weights, x, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-            else:
-                if part * PART % GROUP == 0:
-                    nothing = gl.zeros([_WAVE, TOKENS], gl.float32, MMA)
-                    part_sum = warpgroup_mma(weights, x, nothing, use_acc=False, is_async=True)
-                else:
-                    part_sum = warpgroup_mma(weights, x, part_sum, is_async=True)
-                part_sum = warpgroup_mma_wait(0, deps=(part_sum,))
-                if (part + 1) * PART % GROUP == 0:
-                    acc += part_sum * gl.expand_dims(factor * BACK, 1)
-            mbarrier.arrive(empty_x.index(stage_x), count=1)
+    for chunk in range(first, last):
+        for step in gl.static_range(STEPS):
+            group = stage * STEPS + step
+            x = xs.index(stage_x * PARTS).permute((1, 0))
+            part_sum = warpgroup_mma(weights, x, part_sum, use_acc=GROUP == 0, is_async=True)
+            before_x = gl.where(stage_x == 0, STAGES_X - 1, stage_x - 1)
+            is_first = (chunk == first) & (step == 0)
+            mbarrier.arrive(empty_x.index(before_x), count=1, pred=is_first == 0)
+            for part in gl.static_range(1, PARTS):
+                weights = _weights_of_part(
+                    tile, zeros, zero_of_all, group, step * PARTS + part, FIRST, BITS, DTYPE, A
+                )
+                x = xs.index(stage_x * PARTS + part).permute((1, 0))
+                part_sum = warpgroup_mma(weights, x, part_sum, is_async=True)
             stage_x, phase_x = next_stage(stage_x, phase_x, STAGES_X)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = next_stage(stage, phase, STAGES)
-    column = n0 + stored_row(gl.arange(0, _WAVE, layout=OF_ROW))
+            goes_on = (chunk + 1 < last) | (step + 1 < STEPS)
+            if step + 1 < STEPS:
+                next_scale = _of_step(scales, scale_of_all, group + 1, FIRST, OF_ROW)
+                weights = _weights_of_part(
+                    tile, zeros, zero_of_all, group + 1, (step + 1) * PARTS, FIRST, BITS, DTYPE, A
+                )
+            else:  # after the last chunk whatever is there: it is not used
+                after, phase = next_stage(stage, phase, STAGES)
+                mbarrier.wait(full.index(after), phase, pred=goes_on)
+                tile = words.index(after).slice(FIRST, _WAVE, dim=0).load(WORDS)
+                next_scale = _of_step(scales, scale_of_all, after * STEPS, FIRST, OF_ROW)
+                weights = _weights_of_part(
+                    tile, zeros, zero_of_all, after * STEPS, 0, FIRST, BITS, DTYPE, A
+                )
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage = after
+            mbarrier.wait(full_x.index(stage_x), phase_x, pred=goes_on)
+            part_sum = warpgroup_mma_wait(0, deps=(part_sum,))
+            if GROUP > 0:
+                acc = pin(acc + part_sum * gl.expand_dims(scale * BACK, 1))
+                scale = next_scale
     if GROUP == 0:
-        acc = acc * BACK * gl.expand_dims(_of_column(scale_ptr, column, num_columns), 1)
+        acc = part_sum * gl.expand_dims(scale * BACK, 1)
     if bias_ptr is not None:
         acc += gl.expand_dims(_of_column(bias_ptr, column, num_columns).to(gl.float32), 1)
+    gdc_launch_dependents()
     _store(acc.to(out_ptr.dtype.element_ty), n0, out_ptr, num_rows, num_columns)
+
+
+@gluon.jit
+def _of_step(of_groups, of_all, group, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """A warpgroup's scales or zeros, in shared memory by groups unless they are those of all."""
+    if of_all is None:
+        return of_groups.index(group).slice(FIRST, _WAVE).load(LAYOUT)
+    else:
+        return of_all
+
+
+@gluon.jit
+def _weights_of_part(
+    tile, zeros, zero_of_all, group, INDEX: gl.constexpr, FIRST: gl.constexpr, BITS: gl.constexpr,
+    DTYPE: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """64 columns of a chunk as an operand."""
+    WORDS: gl.constexpr = tile.type.layout
+    if zeros is None:
+        zero = None
+    else:
+        of_rows = _of_step(zeros, zero_of_all, group, FIRST, gl.SliceLayout(1, WORDS))
+        zero = spread_zero(of_rows, DTYPE, WORDS)
+    return weights_of_part(tile, zero, INDEX, BITS, DTYPE, A)
 
 
 @gluon.jit
@@ -208,17 +252,28 @@ def _of_column(ptr, column, num_columns):
 
 @gluon.jit
 def _store(tile, n0, out_ptr, num_rows, num_columns):
-    """Rows of ``tile``, columns of out, in their order; each thread stores 16 bytes at a time."""
-    TOKENS: gl.constexpr = tile.shape[1]
-    VEC: gl.constexpr = 128 // tile.dtype.primitive_bitwidth
-    OUT: gl.constexpr = gl.BlockedLayout([VEC, 1], [_WAVE // VEC, VEC // 2], [1, 4], [0, 1])
-    ordered = tile.reshape([_WAVE // 8, 2, 4, TOKENS]).permute([0, 2, 1, 3])  # see ``stored_row``
-    out = gl.convert_layout(ordered.reshape([_WAVE, TOKENS]), OUT)
-    column = n0 + gl.arange(0, _WAVE, layout=gl.SliceLayout(1, OUT))
-    token = gl.program_id(2) * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
+    """A warpgroup's sums, as many bytes of out at a time as memory takes: 32 or more."""
+    if tile.dtype.primitive_bitwidth == 32:  # as they are: a register of eight lanes is 32 bytes
+        _store_at(tile, n0 + stored_row(_along(tile, 0)), out_ptr, num_rows, num_columns)
+    else:  # each thread 16 bytes
+        TOKENS: gl.constexpr = tile.shape[1]
+        OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        ordered = tile.reshape([_WAVE // 8, 2, 4, TOKENS]).permute([0, 2, 1, 3])
+        out = gl.convert_layout(ordered.reshape([_WAVE, TOKENS]), OUT)
+        _store_at(out, n0 + _along(out, 0), out_ptr, num_rows, num_columns)
+
+
+@gluon.jit
+def _along(tile, DIM: gl.constexpr):
+    return gl.arange(0, tile.shape[DIM], layout=gl.SliceLayout(1 - DIM, tile.type.layout))
+
+
+@gluon.jit
+def _store_at(tile, column, out_ptr, num_rows, num_columns):
+    token = gl.program_id(2) * tile.shape[1] + _along(tile, 1)
     into = (gl.program_id(1) * num_rows + token).to(gl.int64) * num_columns
     mask = gl.expand_dims(column < num_columns, 1) & gl.expand_dims(token < num_rows, 0)
-    gl.store(out_ptr + gl.expand_dims(into, 0) + gl.expand_dims(column, 1), out, mask=mask)
+    gl.store(out_ptr + gl.expand_dims(into, 0) + gl.expand_dims(column, 1), tile, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "chunks_per_split"])
@@ -238,6 +293,7 @@ def matmul_many_kernel(
     GROUP: gl.constexpr,  # columns of x that share a scale; 0: all
     STAGES: gl.constexpr,
     STAGES_X: gl.constexpr,
+    PARTS: gl.constexpr,  # boxes of x of a stage
     LETS_NEXT_START: gl.constexpr,
 ):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -247,7 +303,7 @@ def matmul_many_kernel(
     NUM_SCALES: gl.constexpr = STAGES * GROUPS if GROUP > 0 else 1
     NUM_ZEROS: gl.constexpr = NUM_SCALES if zero_ptr is not None else 1
     words = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], words_desc.layout)
-    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES_X, TOKENS, PART], x_desc.layout)
+    xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES_X * PARTS, TOKENS, PART], x_desc.layout)
     scales = gl.allocate_shared_memory(gl.float32, [NUM_SCALES, ROWS], FLAT)
     zeros = gl.allocate_shared_memory(gl.float32, [NUM_ZEROS, ROWS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -256,6 +312,7 @@ def matmul_many_kernel(
     empty_x = gl.allocate_shared_memory(gl.int64, [STAGES_X, 1], mbarrier.MBarrierLayout())
     ready = make_barriers(1, 1)
     fence_async_shared()
+    gdc_wait()
     if LETS_NEXT_START:
         gdc_launch_dependents()
     first = gl.program_id(1) * chunks_per_split
@@ -285,6 +342,7 @@ class Tiles(NamedTuple):
 
     rows: int
     num_splits: int
+    parts: int  # times 64 columns of x, multiplied at a time
     stages_x: int
 
 
@@ -300,8 +358,7 @@ def choose_tiles(
     """What takes the least time, by what was measured on an H200.
 
     In 8 bits, and so without sums of groups beside those of all, registers suffice for 256 rows:
-    a weight that has been converted is used twice as often. With groups of 64 columns they suffice
-    for 64: with 128 some 2 KB a thread are spilled, and products wait for one another.
+    a weight that has been converted is used twice as often.
     """
     num_rows = size_class(num_rows)  # a warm-up meets the variants of each
     num_chunks = triton.cdiv(depth, chunk_columns(bits))
@@ -319,20 +376,21 @@ def choose_tiles(
         return of_chunks + of_sum
 
     groups = chunk_columns(bits) // group_size if group_size < depth else 0
-    most_rows = 64 if groups > 2 else 128
-    fewest = next(size for size in (32, 64, 128) if size >= min(num_rows, most_rows))
+    fewest = next(size for size in (32, 64, 128) if size >= min(num_rows, 128))
     choices = [(fewest, splits) for splits in range(1, min(num_chunks, MOST_SPLITS) + 1)]
     if bits == 8 and num_rows > 128:
         choices.append((256, 1))  # where these would be cut, tiles of 128 rows fill the card
     rows, splits = min(choices, key=lambda choice: us(*choice))
     num_splits = triton.cdiv(num_chunks, triton.cdiv(num_chunks, splits))
-    ring = _STAGES * _COLUMNS * (128 + 4 * groups * (1 + has_zero))
-    stages_x = min((_SHARED_BYTES - _BESIDE_BYTES - ring) // (rows * 128), 10)
-    return Tiles(rows, num_splits, stages_x)
+    parts = 1 if rows == 256 or groups > 2 else 2
+    of_words, of_x = _COLUMNS * (128 + 4 * groups * (1 + has_zero)), parts * rows * 128
+    room = _SHARED_BYTES - _BESIDE_BYTES - _STAGES * of_words
+    stages_x = min(_STAGES * chunk_columns(bits) // (64 * parts), room // of_x)  # as many chunks
+    return Tiles(rows, num_splits, parts, stages_x)
 
 
 _COLUMNS = 128  # of out: 64 for each warpgroup
-_STAGES = 3  # of words
+_STAGES = 4  # of words
 _SHARED_BYTES = 232_448
 _BESIDE_BYTES = 2048 + 16_384  # barriers, and sums on their way out, some at a time
 
@@ -368,6 +426,7 @@ def many_call(
         "GROUP": 0 if group_size >= depth else group_size,
         "STAGES": _STAGES,
         "STAGES_X": tiles.stages_x,
+        "PARTS": tiles.parts,
         "LETS_NEXT_START": is_cut,
     }
     grid = (
@@ -375,4 +434,5 @@ def many_call(
         tiles.num_splits,
         triton.cdiv(num_rows, tiles.rows),
     )
-    return grid, arguments, {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True, **EARLY_START}
+    return grid, arguments, options
