@@ -125,6 +125,7 @@ def _multiply(
     full_x,
     empty_x,
     ready,
+    turns,
     scale_ptr,
     zero_ptr,
     bias_ptr,
@@ -140,7 +141,9 @@ def _multiply(
 
     While a step's products are made the next one's first operand is; what lies between them then
     leaves the tensor core to the other warpgroup. ptxas has no product begin before one that is
-    under way and takes its operand from registers, unless both are awaited together.
+    under way and takes its operand from registers, unless both are awaited together. Where much
+    lies there, sums of a group for 128 tokens, they take turns: a step's products are begun when
+    the other's have been, so that never both of them add at once.
     """
     STAGES: gl.constexpr = words.shape[0]
     STAGES_X: gl.constexpr = full_x.shape[0]
@@ -154,6 +157,7 @@ def _multiply(
     WORDS: gl.constexpr = words_layout(_WAVE, 4)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     BACK: gl.constexpr = inverse_step(BITS, DTYPE == gl.bfloat16)
+    TAKES_TURNS: gl.constexpr = GROUP > 0 and TOKENS == 128
     n0 = gl.program_id(0) * words.shape[1] + FIRST
     column = n0 + stored_row(gl.arange(0, _WAVE, layout=OF_ROW))
     scale_of_all = None
@@ -177,9 +181,13 @@ def _multiply(
     phase = 0
     stage_x = 0
     phase_x = 0
+    turn = 1 - WHICH
     for chunk in range(first, last):
         for step in gl.static_range(STEPS):
             group = stage * STEPS + step
+            if TAKES_TURNS:
+                mbarrier.wait(turns.index(WHICH), turn)
+                turn ^= 1
             x = xs.index(stage_x * PARTS).permute((1, 0))
             part_sum = warpgroup_mma(weights, x, part_sum, use_acc=GROUP == 0, is_async=True)
             before_x = gl.where(stage_x == 0, STAGES_X - 1, stage_x - 1)
@@ -191,6 +199,8 @@ def _multiply(
                 )
                 x = xs.index(stage_x * PARTS + part).permute((1, 0))
                 part_sum = warpgroup_mma(weights, x, part_sum, is_async=True)
+            if TAKES_TURNS:
+                mbarrier.arrive(turns.index(1 - WHICH), count=1)
             stage_x, phase_x = next_stage(stage_x, phase_x, STAGES_X)
             goes_on = (chunk + 1 < last) | (step + 1 < STEPS)
             if step + 1 < STEPS:
@@ -311,6 +321,7 @@ def matmul_many_kernel(
     full_x = gl.allocate_shared_memory(gl.int64, [STAGES_X, 1], mbarrier.MBarrierLayout())
     empty_x = gl.allocate_shared_memory(gl.int64, [STAGES_X, 1], mbarrier.MBarrierLayout())
     ready = make_barriers(1, 1)
+    turns = make_barriers(2, 1)
     fence_async_shared()
     gdc_wait()
     if LETS_NEXT_START:
@@ -320,12 +331,14 @@ def matmul_many_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                0, words, xs, scales, zeros, full, empty, full_x, empty_x, ready, scale_ptr,
-                zero_ptr, bias_ptr, out_ptr, num_rows, num_columns, first, last, BITS, GROUP,
+                0, words, xs, scales, zeros, full, empty, full_x, empty_x, ready, turns,
+                scale_ptr, zero_ptr, bias_ptr, out_ptr, num_rows, num_columns, first, last, BITS,
+                GROUP,
             )),
             (_multiply, (
-                1, words, xs, scales, zeros, full, empty, full_x, empty_x, ready, scale_ptr,
-                zero_ptr, bias_ptr, out_ptr, num_rows, num_columns, first, last, BITS, GROUP,
+                1, words, xs, scales, zeros, full, empty, full_x, empty_x, ready, turns,
+                scale_ptr, zero_ptr, bias_ptr, out_ptr, num_rows, num_columns, first, last, BITS,
+                GROUP,
             )),
             (_fetch, (
                 words, xs, scales, zeros, full, empty, full_x, empty_x, ready, words_desc, x_desc,
