@@ -370,8 +370,9 @@ def choose_tiles(
 ) -> Tiles:
     """What takes the least time, by what was measured on an H200.
 
-    In 8 bits, and so without sums of groups beside those of all, registers suffice for 256 rows:
-    a weight that has been converted is used twice as often.
+    That was of an earlier form; by this one's shorter times what is chosen takes longer. In 8 bits,
+    and so without sums of groups beside those of all, registers suffice for 256 rows: a weight that
+    has been converted is used twice as often.
     """
     num_rows = size_class(num_rows)  # a warm-up meets the variants of each
     num_chunks = triton.cdiv(depth, chunk_columns(bits))
