@@ -85,9 +85,9 @@ def choose_tiles(
         count = float(num_matrices * tiles_m * tiles_n)
         of_sum = 0.0
         if num_splits > 1:  # a launch, and parts that are written and read
-            num_parts = num_splits * num_matrices * num_rows * num_columns
-            is_short = tile.is_few and sums_in_tensor_core  # what more parts were measured to gain
-            of_sum = 2400 + num_parts / (2000 if is_short else 340)
+            of_parts = num_splits * num_matrices * num_rows * num_columns  # numbers
+            # a ns: sums read 2000, but only few rows of one scale were measured to gain by more
+            of_sum = 2400 + of_parts / (2000 if tile.is_few and sums_in_tensor_core else 340)
         if tile.is_few:
             step_of_few = _step_of_few(
                 rows_of_box(num_rows, tile), int(count) * num_splits, tiles_m, num_sms,
