@@ -37,7 +37,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         x = torch.empty(8, 8192, dtype=torch.bfloat16, device="meta")
         values = torch.empty(32, 8192, 128, dtype=torch.uint8, device="meta")
         scale, out = torch.empty(64, 8192, device="meta"), x.new_empty(8, 8192)
-        tiles = matmul_weight_only_few.Tiles(8, 64, stages, is_whole=False)
+        tiles = matmul_weight_only_few.Tiles(8, 64, stages)
         with mock.patch.object(matmul_weight_only_few, "choose_tiles", return_value=tiles):
             gpu = Gpu(90, num_sms=132)
             _, *call = matmul_weight_only_few.few_call(x, values, scale, None, 128, out, gpu)

@@ -1,5 +1,6 @@
 """scaled_mm and fp8_gemm: the product of what the fp8 numbers mean, whatever is scaled by what."""
 
+import copy
 import itertools
 import math
 
@@ -285,6 +286,28 @@ def test_hopper_takes_odd_rows_tails_and_rows_apart(m, n, k, scaling):
     result = multiply(a, b, "hopper", out=out[:, 8 : n + 8])
     assert_right(result, a, b)
     assert (out[:, :8] == 7).all() and (out[:, n + 8 :] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+@pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
+@pytest.mark.parametrize(("n", "k"), [(7168, 2048), (4096, 7168), (2112, 1152)])
+@pytest.mark.parametrize(
+    ("m", "more"), [(33, 64), (47, 64), (65, 128), (100, 128), (129, 256), (257, 384)]
+)
+def test_hopper_makes_of_rows_the_same_where_there_are_more(m, more, n, k, scaling, accumulation):
+    """Where a tile has fewer rows than room, parts of it have some of them again."""
+    a, b = operands(more, n, k, scaling, device="cuda")
+    options = {"accumulation": accumulation}
+    for layout in (column_major, torch.clone) if scaling[0] == "group" else (torch.clone,):
+        a.scale = layout(a.scale)
+        expected = multiply(a, b, "hopper", **options)
+        some = copy.copy(a)
+        some.values, out = a.values[:m], torch.full((m + 70, n), 7.0, dtype=BF16, device="cuda")
+        some.scale = a.scale if scaling[0] == "tensor" else a.scale[:m]
+        multiply(some, b, "hopper", **options, out=out[:m])
+        assert torch.equal(out[:m], expected[:m])
+        assert (out[m:] == 7).all()
 
 
 EMPTY = [(0, 5, 7), (3, 0, 7), (3, 5, 0), (0, 0, 0)]

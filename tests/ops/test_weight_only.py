@@ -1,5 +1,6 @@
 """Weights in 8 and 4 bits: the reference's bytes, errors as theory has them, products by budget."""
 
+import itertools
 import math
 import re
 from functools import partial
@@ -587,6 +588,27 @@ def test_hopper_product_of_more_rows_matches_fp64_and_repeats(name, dtype, num_r
             assert torch.equal(got, matmul(x, weight, **options, backend="hopper"))
 
 
+@pytest.mark.gpu
+@on_hopper
+@every_of_hoppers
+@pytest.mark.parametrize(
+    ("num_rows", "more"), [(17, 32), (33, 64), (65, 128), (129, 256), (250, 256), (700, 768)]
+)
+@pytest.mark.parametrize(("num_columns", "depth"), [(4096, 2048), (264, 4104)])
+def test_hopper_makes_of_rows_the_same_where_there_are_more(
+    num_columns, depth, num_rows, more, name
+):
+    """Where a tile has fewer rows than room, parts of it have some of them again."""
+    quantize, _, matmul = QUANTISERS[name]
+    weight = quantize(randn(num_columns, depth, device="cuda", mean=0.1))
+    x = randn(more, depth, dtype=BF16, device="cuda", mean=0.3)
+    expected = matmul(x, weight, backend="hopper")
+    out = torch.full((num_rows + 70, num_columns), 7.0, dtype=BF16, device="cuda")
+    matmul(x[:num_rows], weight, out=out[:num_rows], backend="hopper")
+    assert torch.equal(out[:num_rows], expected[:num_rows])
+    assert (out[num_rows:] == 7).all()
+
+
 OF_FEW_ROWS = {
     "w8": QUANTISERS["w8"],
     "w4": QUANTISERS["w4"],
@@ -599,7 +621,7 @@ every_of_few_rows = pytest.mark.parametrize("name", OF_FEW_ROWS)
 @on_hopper
 @every_of_few_rows
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 8, 9, 16])
 def test_hopper_product_of_few_rows_matches_fp64_and_repeats(num_rows, dtype, name):
     """Tiles of 32 and 64 columns; N and K that end in one; K in a step, and in more than fit."""
     quantize, dequantize, matmul = OF_FEW_ROWS[name]
@@ -650,7 +672,8 @@ def test_hopper_takes_every_weight_to_its_place_in_few_rows(dtype, name):
             values=weight.values[:, :num_columns].contiguous(),
             scale=weight.scale[:, :num_columns].contiguous(),
         )
-        for rows in (*units.split(16)[::4], *units.split(8)[1::8], *units[::37].split(1)):
+        some_units = [units.split(size)[number::8] for number, size in enumerate((16, 8, 4, 2))]
+        for rows in itertools.chain(*some_units, units[::37].split(1)):
             got = matmul(rows, some, out_dtype=FP32, backend="hopper")
             assert torch.equal(got, rows.float() @ real[:num_columns].T)
 

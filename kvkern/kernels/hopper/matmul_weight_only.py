@@ -50,7 +50,7 @@ def matmul_weight_only(
     return _ManyAgain(multiply, many[1], add)
 
 
-_NUM_VARYING = 6  # both kernels' parameters before num_rows
+_NUM_VARYING = 7  # both kernels' parameters before num_rows
 
 
 class _FewAgain:
@@ -66,7 +66,7 @@ class _FewAgain:
         x, values, scale, _, bias, out = addresses
         at = self._descriptors.at
         of_scale = (*at(2, scale), None) if self._has_groups else (None, scale)
-        self._multiply((*at(0, values), *at(1, x), *of_scale, bias, out))
+        self._multiply((*at(0, values), *at(1, x), *of_scale, bias, out, values))
 
 
 class _ManyAgain:
@@ -87,9 +87,9 @@ class _ManyAgain:
         at = self._descriptors.at
         operands = (*at(0, values), *at(1, x), scale, zero)
         if self._add is None:
-            self._multiply((*operands, bias, out))
+            self._multiply((*operands, bias, out, values))
         else:
-            self._add(lambda into: self._multiply((*operands, None, into)), bias, out)
+            self._add(lambda into: self._multiply((*operands, None, into, values)), bias, out)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
@@ -101,9 +101,11 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     for bits, group_size, dtype, has_zero, num_rows, num_columns in (
         (4, 128, bf16, False, 8, 4096),
         (4, 128, bf16, False, 1, 28672),
+        (4, 128, bf16, False, 2, 4096),
         (4, 128, fp16, False, 16, 8192),
         (4, 11008, bf16, False, 1, 4096),
         (8, 11008, bf16, False, 1, 4096),
+        (8, 11008, bf16, False, 4, 8192),
         (8, 11008, fp16, False, 16, 8192),
         (8, 11008, bf16, False, 128, 4096),
         (8, 11008, bf16, False, 256, 8192),

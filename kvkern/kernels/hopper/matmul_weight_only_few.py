@@ -1,10 +1,11 @@
 """matmul_w4a16 and matmul_w8a16 of few tokens: two teams of warps take steps of K in turns.
 
 Weights are the MMA's rows and tokens its columns. A step is 16 KB of words: of 32 columns of out
-four chunks, of which each is a warp's, of 64 columns two, each of two warps. One more warp asks by
-TMA for all steps that there is room for; the first are asked for before it has started and the
-other barriers are made, which takes 0.5 us. At a tile's end the first team sums what both have
-found. K is not cut: a second launch, that sums, takes longer than it saves.
+four chunks, of which each is a warp's, of 64 columns two, each of two warps. One more warp asks for
+them by TMA; the first are asked for before it has started and the other barriers are made, which
+takes 0.5 us. Three are on their way: with more, memory has them all at the end, when it is late to
+multiply. At a tile's end the first team sums what both have found. K is not cut: a second launch,
+that sums, takes longer than it saves.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from kvkern.kernels.device import EARLY_START, Gpu
 from kvkern.kernels.hopper.compat import load_tile, tile_descriptor, view_tile
 from kvkern.kernels.hopper.packed_ints import (
     inverse_step,
+    prefetch_words,
     step_scales_layout,
     step_tokens_layout,
     step_words_layout,
@@ -30,7 +32,7 @@ from kvkern.kernels.hopper.packed_ints import (
     weights_of_step,
 )
 from kvkern.kernels.hopper.paging import make_barriers, next_stage
-from kvkern.kernels.packed_ints import chunk_columns
+from kvkern.warm_up import size_class
 
 _TEAMS: gl.constexpr = gl.constexpr(2)
 _WARPS: gl.constexpr = gl.constexpr(4)  # of a team
@@ -70,20 +72,23 @@ def _first_column(tile, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_rest(ring, empty, descs, most_tiles, num_columns, num_steps, IS_WHOLE: gl.constexpr):
+def _fetch_rest(ring, empty, descs, most_tiles, num_columns, num_steps):
     """All of the program's steps but the first, tile by tile."""
-    words, _, _, _ = ring
+    words, _, _, full = ring
     STAGES: gl.constexpr = words.shape[0]
     COLUMNS: gl.constexpr = words.shape[2]
     stage = gl.minimum(num_steps, _AHEAD)
     phase = 1  # of the phase before a barrier's first, which has ended
+    due = 0  # the stage that comes next
+    phase_due = 0
     for tile in range(_num_tiles(most_tiles, num_columns, COLUMNS)):
         n0 = _first_column(tile, COLUMNS)
         for step in range(gl.where(tile == 0, gl.minimum(num_steps, _AHEAD), 0), num_steps):
-            if not IS_WHOLE:
-                mbarrier.wait(empty.index(stage), phase)
+            mbarrier.wait(empty.index(stage), phase)
             _fetch(ring, descs, n0, step, stage)
+            mbarrier.wait(full.index(due), phase_due)
             stage, phase = next_stage(stage, phase, STAGES)
+            due, phase_due = next_stage(due, phase_due, STAGES)
     gdc_launch_dependents()  # in measured layers 97% of SMs have a program: the next's are spread
 
 
@@ -121,7 +126,7 @@ def _sum(sums, done, phase, of_out, num_rows, num_columns, n0, INVERSE_STEP: gl.
 @gluon.jit
 def _multiply(
     TEAM: gl.constexpr, ring, sums, barriers, of_out, most_tiles, num_rows, num_columns, num_steps,
-    IS_WHOLE: gl.constexpr, HAS_GROUPS: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """A team's steps and its sums of them; the first team's, and the sum of all.
 
@@ -172,8 +177,7 @@ def _multiply(
                 part_2 = acc_2 + part_2 * gl.expand_dims(factor_2, 2)
             acc = part
             acc_2 = part_2
-            if not IS_WHOLE:
-                mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
             wraps = stage + _TEAMS >= STAGES
             stage = gl.where(wraps, stage + _TEAMS - STAGES, stage + _TEAMS)
             phase ^= wraps.to(gl.int32)
@@ -197,20 +201,21 @@ def matmul_few_kernel(
     scale_ptr,  # fp32 [N], or None
     bias_ptr,  # [N], or None
     out_ptr,  # [M, N]
+    words_ptr,  # the words
     num_rows,
     num_columns,
     num_chunks,
     most_tiles,  # of a program
     STAGES: gl.constexpr,
-    IS_WHOLE: gl.constexpr,  # whether a program has one tile, and each step a stage of its own
 ):
     """Programs that follow each other have tiles of 32 or 64 columns that do; some have several."""
-    gl.static_assert(IS_WHOLE or STAGES % _TEAMS == 0, "a team has stages of its own")
-    gl.static_assert(IS_WHOLE or STAGES > _AHEAD)
+    gl.static_assert(STAGES % _TEAMS == 0, "a team has stages of its own")
+    gl.static_assert(STAGES > _AHEAD)
     STEP: gl.constexpr = words_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = words_desc.block_type.shape[1]
     PARTS: gl.constexpr = x_desc.block_type.shape[0]
     ROWS: gl.constexpr = x_desc.block_type.shape[2]
+    prefetch_words(words_ptr, 0, gl.program_id(0) * COLUMNS, num_chunks, num_columns, STEP, COLUMNS)
     # sums of a column's neighbours are together, and no two of a warp in a bank
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 2, 0])
     words = gl.allocate_shared_memory(gl.int32, [STAGES, STEP, COLUMNS, 32], words_desc.layout)
@@ -233,7 +238,7 @@ def matmul_few_kernel(
             _fetch(ring, descs, gl.program_id(0) * COLUMNS, stage, stage)
     for stage in gl.static_range(_AHEAD, STAGES):
         mbarrier.init(full.index(stage), count=1)
-    empty = make_barriers(1 if IS_WHOLE else STAGES, 1)
+    empty = make_barriers(STAGES, 1)
     done = make_barriers(1, _TEAMS).index(0)
     free = make_barriers(1, 1).index(0)
     fence_async_shared()
@@ -243,13 +248,13 @@ def matmul_few_kernel(
         [
             (_multiply, (
                 0, ring, sums, barriers, of_out, most_tiles, num_rows, num_columns, num_steps,
-                IS_WHOLE, HAS_GROUPS,
+                HAS_GROUPS,
             )),
             (_multiply, (
                 1, ring, sums, barriers, of_out, most_tiles, num_rows, num_columns, num_steps,
-                IS_WHOLE, HAS_GROUPS,
+                HAS_GROUPS,
             )),
-            (_fetch_rest, (ring, empty, descs, most_tiles, num_columns, num_steps, IS_WHOLE)),
+            (_fetch_rest, (ring, empty, descs, most_tiles, num_columns, num_steps)),
         ],
         [_WARPS, 1],
         [168, 24],
@@ -265,23 +270,17 @@ class Tiles(NamedTuple):
     rows: int
     columns: int
     stages: int
-    is_whole: bool  # a program has one tile, and each step of K a stage of its own
 
 
-def choose_tiles(
-    num_rows: int, num_columns: int, depth: int, bits: int, has_groups: bool, gpu: Gpu
-) -> Tiles:
-    """The narrowest of which an SM has one at most, and all the stages there is room for."""
-    rows = 1 if num_rows == 1 else 8 if num_rows <= 8 else MOST_ROWS
+def choose_tiles(num_rows: int, num_columns: int, bits: int, has_groups: bool, gpu: Gpu) -> Tiles:
+    """The narrowest of which an SM has one at most, and up to six stages."""
+    rows = size_class(num_rows)
     columns = 32 if triton.cdiv(num_columns, 32) <= gpu.num_sms else 64
     step = _chunks_of_step(columns)
-    num_steps: int = triton.cdiv(depth, chunk_columns(bits) * step)
     of_chunk = columns * 128 + 16 // bits * rows * 128 + (8 * columns if has_groups else 0)
     summed = 4 * _TEAMS.value * step * columns * max(rows, 8)
     room = (_SHARED_BYTES - _BESIDE_BYTES - summed) // (step * of_chunk)
-    is_whole = num_steps <= room and triton.cdiv(num_columns, columns) <= gpu.num_sms
-    stages = num_steps if is_whole else room // _TEAMS.value * _TEAMS.value
-    return Tiles(rows, columns, stages, is_whole)
+    return Tiles(rows, columns, min(room // _TEAMS.value * _TEAMS.value, 6))
 
 
 def _chunks_of_step(columns: int) -> int:
@@ -307,7 +306,7 @@ def few_call(
     num_chunks, num_columns, _ = values.shape
     has_groups = group_size < depth
     bits = 8 if values.dtype == torch.int8 else 4
-    tiles = choose_tiles(num_rows, num_columns, depth, bits, has_groups, gpu)
+    tiles = choose_tiles(num_rows, num_columns, bits, has_groups, gpu)
     rows, columns = tiles.rows, tiles.columns
     step = _chunks_of_step(columns)
     num_tiles = triton.cdiv(num_columns, columns)
@@ -324,12 +323,12 @@ def few_call(
         "scale_ptr": None if has_groups else scale,
         "bias_ptr": bias,
         "out_ptr": out,
+        "words_ptr": values,
         "num_rows": num_rows,
         "num_columns": num_columns,
         "num_chunks": num_chunks,
         "most_tiles": triton.cdiv(num_tiles, num_programs),
         "STAGES": tiles.stages,
-        "IS_WHOLE": tiles.is_whole,
     }
     options = {"num_warps": _WARPS.value, "enable_fp_fusion": True, **EARLY_START}
     return (num_programs,), arguments, options

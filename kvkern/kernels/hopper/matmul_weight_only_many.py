@@ -27,12 +27,14 @@ from kvkern.kernels.hopper.compat import copy_values, load_tile, tile_descriptor
 from kvkern.kernels.hopper.packed_ints import (
     PART,
     inverse_step,
+    prefetch_words,
     spread_zero,
     stored_row,
     weights_of_part,
     words_layout,
 )
 from kvkern.kernels.hopper.paging import make_barriers, next_stage, pin
+from kvkern.kernels.hopper.tile_rows import first_row_of_part, rows_of_tile
 from kvkern.kernels.packed_ints import chunk_columns
 from kvkern.kernels.sum_splits import MOST_SPLITS
 from kvkern.warm_up import size_class
@@ -55,6 +57,7 @@ def _fetch(
     x_desc,
     scale_ptr,
     zero_ptr,
+    num_rows,
     num_columns,
     num_groups,
     first,
@@ -71,7 +74,9 @@ def _fetch(
     GROUPS: gl.constexpr = CHUNK // GROUP if GROUP > 0 else 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n0 = gl.program_id(0) * ROWS
-    m0 = gl.program_id(2) * x_desc.block_type.shape[0]
+    HALF: gl.constexpr = x_desc.block_type.shape[0]
+    m0 = first_row_of_part(gl.program_id(2) * 2 * HALF, 0, num_rows, HALF)
+    m1 = first_row_of_part(gl.program_id(2) * 2 * HALF, 1, num_rows, HALF)
     row = gl.arange(0, ROWS, layout=LANES)
     column = n0 + stored_row(row)
     for index in gl.static_range(STAGES):
@@ -106,10 +111,12 @@ def _fetch(
         for step in range(CHUNK // (PARTS * PART)):
             mbarrier.wait(empty_x.index(stage_x), phase_x)
             bar_x = full_x.index(stage_x)
-            mbarrier.expect(bar_x, PARTS * x_desc.block_type.nbytes)
+            mbarrier.expect(bar_x, PARTS * 2 * x_desc.block_type.nbytes)
             for part in gl.static_range(PARTS):
                 column_x = chunk * CHUNK + (step * PARTS + part) * PART
-                load_tile(x_desc, [m0, column_x], bar_x, xs.index(stage_x * PARTS + part))
+                x = xs.index(stage_x * PARTS + part)
+                load_tile(x_desc, [m0, column_x], bar_x, x.slice(0, HALF))
+                load_tile(x_desc, [m1, column_x], bar_x, x.slice(HALF, HALF))
             stage_x, phase_x = next_stage(stage_x, phase_x, STAGES_X)
 
 
@@ -264,23 +271,25 @@ def _of_column(ptr, column, num_columns):
 def _store(tile, n0, out_ptr, num_rows, num_columns):
     """A warpgroup's sums, as many bytes of out at a time as memory takes: 32 or more."""
     if tile.dtype.primitive_bitwidth == 32:  # as they are: a register of eight lanes is 32 bytes
-        _store_at(tile, n0 + stored_row(_along(tile, 0)), out_ptr, num_rows, num_columns)
+        _store_at(tile, n0 + stored_row(_columns(tile)), out_ptr, num_rows, num_columns)
     else:  # each thread 16 bytes
         TOKENS: gl.constexpr = tile.shape[1]
         OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
         ordered = tile.reshape([_WAVE // 8, 2, 4, TOKENS]).permute([0, 2, 1, 3])
         out = gl.convert_layout(ordered.reshape([_WAVE, TOKENS]), OUT)
-        _store_at(out, n0 + _along(out, 0), out_ptr, num_rows, num_columns)
+        _store_at(out, n0 + _columns(out), out_ptr, num_rows, num_columns)
 
 
 @gluon.jit
-def _along(tile, DIM: gl.constexpr):
-    return gl.arange(0, tile.shape[DIM], layout=gl.SliceLayout(1 - DIM, tile.type.layout))
+def _columns(tile):
+    return gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, tile.type.layout))
 
 
 @gluon.jit
 def _store_at(tile, column, out_ptr, num_rows, num_columns):
-    token = gl.program_id(2) * tile.shape[1] + _along(tile, 1)
+    TOKENS: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+    token = rows_of_tile(gl.program_id(2) * TOKENS, num_rows, TOKENS, 2, LAYOUT)
     into = (gl.program_id(1) * num_rows + token).to(gl.int64) * num_columns
     mask = gl.expand_dims(column < num_columns, 1) & gl.expand_dims(token < num_rows, 0)
     gl.store(out_ptr + gl.expand_dims(into, 0) + gl.expand_dims(column, 1), tile, mask=mask)
@@ -289,11 +298,12 @@ def _store_at(tile, column, out_ptr, num_rows, num_columns):
 @gluon.jit(do_not_specialize=["num_rows", "chunks_per_split"])
 def matmul_many_kernel(
     words_desc,  # int32 [chunks * N, 32] in boxes [BLOCK_N, 32]
-    x_desc,  # [M, K] in boxes [BLOCK_M, 64]
+    x_desc,  # [M, K] in boxes [BLOCK_M / 2, 64]
     scale_ptr,  # fp32 [groups, N]
     zero_ptr,  # fp32 [groups, N], or None
     bias_ptr,  # [N], or None
     out_ptr,  # [S, M, N]: fp32 parts of the sum if S > 1
+    words_ptr,  # the words
     num_rows,
     num_columns,
     num_groups,
@@ -308,7 +318,7 @@ def matmul_many_kernel(
 ):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROWS: gl.constexpr = words_desc.block_type.shape[0]
-    TOKENS: gl.constexpr = x_desc.block_type.shape[0]
+    TOKENS: gl.constexpr = 2 * x_desc.block_type.shape[0]
     GROUPS: gl.constexpr = chunk_columns(BITS) // GROUP if GROUP > 0 else 1
     NUM_SCALES: gl.constexpr = STAGES * GROUPS if GROUP > 0 else 1
     NUM_ZEROS: gl.constexpr = NUM_SCALES if zero_ptr is not None else 1
@@ -320,13 +330,15 @@ def matmul_many_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_x = gl.allocate_shared_memory(gl.int64, [STAGES_X, 1], mbarrier.MBarrierLayout())
     empty_x = gl.allocate_shared_memory(gl.int64, [STAGES_X, 1], mbarrier.MBarrierLayout())
+    first = gl.program_id(1) * chunks_per_split
+    n0 = gl.program_id(0) * ROWS
+    prefetch_words(words_ptr, first, n0, num_chunks, num_columns, 1, ROWS)
     ready = make_barriers(1, 1)
     turns = make_barriers(2, 1)
     fence_async_shared()
     gdc_wait()
     if LETS_NEXT_START:
         gdc_launch_dependents()
-    first = gl.program_id(1) * chunks_per_split
     last = gl.minimum(first + chunks_per_split, num_chunks)
     gl.warp_specialize(
         [
@@ -342,7 +354,7 @@ def matmul_many_kernel(
             )),
             (_fetch, (
                 words, xs, scales, zeros, full, empty, full_x, empty_x, ready, words_desc, x_desc,
-                scale_ptr, zero_ptr, num_columns, num_groups, first, last, BITS, GROUP,
+                scale_ptr, zero_ptr, num_rows, num_columns, num_groups, first, last, BITS, GROUP,
             )),
         ],
         [4, 1],
@@ -426,11 +438,12 @@ def many_call(
     words = values.view(torch.int32).view(num_chunks * num_columns, 32)
     arguments = {
         "words_desc": tile_descriptor(words, (_COLUMNS, 32)),
-        "x_desc": tile_descriptor(x, (tiles.rows, 64)),
+        "x_desc": tile_descriptor(x, (tiles.rows // 2, 64)),
         "scale_ptr": scale,
         "zero_ptr": zero,
         "bias_ptr": None if is_cut else bias,
         "out_ptr": out,
+        "words_ptr": values,
         "num_rows": num_rows,
         "num_columns": num_columns,
         "num_groups": scale.shape[0],

@@ -31,6 +31,27 @@ def words_layout(rows, warps):
 
 
 @gluon.jit
+def prefetch_words(
+    words_ptr, first_chunk, first_column, num_chunks, num_columns, CHUNKS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Have a program's first words on their way to the L2 before there are barriers to ask with.
+
+    That is no reading: what a launch before this one has still to store there is not missed. More
+    words than the first 16 KB would keep those that are asked for next from coming.
+    """
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    number = gl.arange(0, CHUNKS * COLUMNS, layout=LANES)
+    chunk = gl.minimum(first_chunk + number // COLUMNS, num_chunks - 1)
+    column = gl.minimum(first_column + number % COLUMNS, num_columns - 1)
+    line = chunk.to(gl.int64) * num_columns + column  # of 128 bytes
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [words_ptr.to(gl.int64) + line * 128],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def stored_row(row):
     """Which row of a tile of words is the MMA's ``row``."""
     return row // 8 * 8 + row % 4 * 2 + row // 4 % 2
@@ -175,7 +196,7 @@ def step_tokens_layout(parts, chunks, rows, warps):
     reg_bases += [[0, 0, row, 0] for row in _doublings(8, rows)]
     reg_bases += [[part, 0, 0, 0] for part in _doublings(1, parts)]
     lane_bases = [[0, 0, 0, 8], [0, 0, 0, 16]]
-    lane_bases += [[0, 0, row if rows > 1 else 0, 0] for row in (4, 1, 2)]
+    lane_bases += [[0, 0, row if row < rows else 0, 0] for row in (4, 1, 2)]
     warp_bases = [[0, 0, 0, 0] for _ in _doublings(1, warps)]  # each has all of its chunk's
     warp_bases += [[0, chunk, 0, 0] for chunk in _doublings(1, chunks)]
     shape = [parts, chunks, rows, 64]
@@ -202,6 +223,7 @@ def tokens_of_step(x, B: gl.constexpr):
 
 @gluon.jit
 def _as_operand(x, B: gl.constexpr):
+    """Columns of the MMA are twos of rows, ones, fours; fewer rows than eight are repeated."""
     CHUNKS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     if ROWS == 1:  # plane, lane, 16 of the MMA's columns, half of them, column
@@ -209,6 +231,20 @@ def _as_operand(x, B: gl.constexpr):
         OF_COLUMNS: gl.constexpr = gl.SliceLayout(2, B)
         row = gl.convert_layout(apart.reshape([CHUNKS, PART]), OF_COLUMNS, assert_trivial=True)
         return gl.expand_dims(row, 2).broadcast_to([CHUNKS, PART, 8])
+    elif ROWS < 8:  # twos, ones; the same
+        whole = gl.zeros([CHUNKS, PART, 8], x.dtype, B).reshape([CHUNKS, PART, 2, 2, 2])
+        OF_TWOS: gl.constexpr = gl.SliceLayout(4, whole.type.layout)
+        apart = x.reshape([CHUNKS, ROWS // 2, 2, 2, 4, 2, 2, 2]).permute([0, 3, 5, 6, 4, 7, 1, 2])
+        if ROWS == 4:
+            rows = gl.convert_layout(
+                apart.reshape([CHUNKS, PART, 2, 2]), OF_TWOS, assert_trivial=True
+            )
+        else:
+            OF_ONES: gl.constexpr = gl.SliceLayout(2, OF_TWOS)
+            rows = gl.convert_layout(apart.reshape([CHUNKS, PART, 2]), OF_ONES, assert_trivial=True)
+            rows = gl.expand_dims(rows, 2)
+        all_rows = gl.expand_dims(rows, 4).broadcast_to([CHUNKS, PART, 2, 2, 2])
+        return gl.convert_layout(all_rows.reshape([CHUNKS, PART, 8]), B, assert_trivial=True)
     else:  # eight rows, fours, twos, ones; the same
         apart = x.reshape([CHUNKS, ROWS // 8, 2, 2, 2, 2, 4, 2, 2, 2])
         ordered = apart.permute([0, 5, 7, 8, 6, 9, 1, 3, 4, 2]).reshape([CHUNKS, PART, ROWS])

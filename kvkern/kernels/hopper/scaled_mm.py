@@ -81,6 +81,7 @@ from kvkern.kernels.hopper.scaled_mm_tiles import (
     num_boxes,
     num_groups,
     num_held,
+    num_parts_of_rows,
     rows_of_box,
 )
 from kvkern.kernels.launch import Descriptors, Launch, launch
@@ -657,8 +658,9 @@ def _call(
         return {f"stride_{name}_{dim}": 0 if size == 1 else step for dim, size, step in pairs}
 
     of_k = 128 * tiles.steps
+    num_parts = num_parts_of_rows(num_rows, tiles)
     arguments: dict[str, Any] = {
-        "a_desc": matrix_descriptor(a, (rows_of_box(num_rows, tiles), of_k)),
+        "a_desc": matrix_descriptor(a, (rows_of_box(num_rows, tiles) // num_parts, of_k)),
         "b_desc": matrix_descriptor(b.mT, (tiles.columns, of_k)),
         "scale_b_ptr": scale_b,
         "bias_ptr": bias,
@@ -678,7 +680,7 @@ def _call(
     tiles_n = triton.cdiv(num_columns, tiles.columns + tiles.extra)
     num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
     if tiles.is_few:
-        arguments |= _rest_of_few(depth, out, tiles)
+        arguments |= _rest_of_few(depth, out, tiles) | {"PARTS": num_parts}
         maxnreg = 168 if tiles.rows == 128 else 128  # sums of 128 rows are 64 of them
         return (num_units,), arguments, _options(maxnreg)
     arguments |= _rest_of_many(arguments, b, row_offsets, bias, out, tiles, tiles_n, num_sms)
@@ -701,8 +703,11 @@ def _scales_of_rows(
     is_sooner_copied = tiles.is_few and num_rows <= 8
     if not has_groups or is_grouped or is_sooner_copied or not _is_column_major(scale_a):
         return {"scale_a_ptr": scale_a, "IS_COLUMN_MAJOR": False}
-    rows = num_scales(rows_of_box(num_rows, tiles)) if tiles.is_few else tiles.rows
-    of_steps = matrix_descriptor(scale_a.mT, (tiles.steps, rows), is_swizzled=False)
+    box = (tiles.steps, tiles.rows)
+    if tiles.is_few:
+        num_parts, rows = num_parts_of_rows(num_rows, tiles), rows_of_box(num_rows, tiles)
+        box = (1, rows // num_parts) if num_parts > 1 else (tiles.steps, num_scales(rows))
+    of_steps = matrix_descriptor(scale_a.mT, box, is_swizzled=False)
     return {"scale_a_ptr": of_steps, "IS_COLUMN_MAJOR": True}
 
 

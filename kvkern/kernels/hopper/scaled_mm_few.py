@@ -27,6 +27,7 @@ from kvkern.kernels.hopper.compat import (
     view_tile,
 )
 from kvkern.kernels.hopper.paging import next_stage, pin
+from kvkern.kernels.hopper.tile_rows import first_row_of_part, rows_of_tile
 
 BLOCK_K: gl.constexpr = gl.constexpr(128)
 BLOCK_N: gl.constexpr = gl.constexpr(64)  # columns of out, rows of a wgmma
@@ -51,17 +52,31 @@ def _fetch(
 ):  # fmt: skip
     """A stage's operands, scales of rows beside them. Where those of the next stage are."""
     a, b, factors_a, _, full = ring
-    a_desc, b_desc, scale_a, matrix, row, column, end_step = place
+    a_desc, b_desc, scale_a, matrix, row, column, num_rows, end_step = place
     STEPS: gl.constexpr = a.shape[3] // BLOCK_K
     ROWS: gl.constexpr = a.shape[2]
+    OF_PART: gl.constexpr = a_desc.block_type.shape[1]
+    PARTS: gl.constexpr = ROWS // OF_PART
     OF_SCALES: gl.constexpr = 4 * STEPS * num_scales(ROWS) if IS_COLUMN_MAJOR else 0
     bar = full.index(stage)
-    mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes + OF_SCALES)
+    mbarrier.expect(bar, PARTS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + OF_SCALES)
     load_tile(b_desc, [matrix, column, step * BLOCK_K], bar, b.index(stage))
-    load_tile(a_desc, [matrix, row, step * BLOCK_K], bar, a.index(stage))
     if IS_COLUMN_MAJOR:
-        load_tile(scale_a, [matrix, step, row], bar, factors_a.index(stage))
-    elif HAS_GROUPS:
+        OF_STEPS: gl.constexpr = scale_a.block_type.shape[1]
+        OF_ROWS: gl.constexpr = scale_a.block_type.shape[2]
+        COUNT: gl.constexpr = STEPS * num_scales(ROWS) // (OF_STEPS * OF_ROWS)
+        boxes = view_tile(
+            factors_a.index(stage), gl.float32, [COUNT, 1, OF_STEPS, OF_ROWS], scale_a.layout
+        )
+    for part in gl.static_range(PARTS):
+        row_of_part = first_row_of_part(row, part, num_rows, OF_PART)
+        rows = a.index(stage).slice(part * OF_PART, OF_PART, dim=1)
+        load_tile(a_desc, [matrix, row_of_part, step * BLOCK_K], bar, rows)
+        if IS_COLUMN_MAJOR:  # one box, or one of each step and part
+            for number in gl.static_range(COUNT // PARTS):
+                box = boxes.index(number * PARTS + part)
+                load_tile(scale_a, [matrix, step + number, row_of_part], bar, box)
+    if HAS_GROUPS and not IS_COLUMN_MAJOR:
         copy_values(factors_a.index(stage).slice(0, ROWS), of_a)
         if STEPS == 2:  # that of a step past the last is zero
             has_a = gl.full(of_a.shape, step + 1, gl.int32, of_a.type.layout) < end_step
@@ -117,9 +132,9 @@ def _scale(ring, stage, step, ACC: gl.constexpr, HAS_GROUPS: gl.constexpr, NUMBE
 
 @gluon.jit(do_not_specialize=[*OF_A_STEP, "stride_out_part"])
 def scaled_mm_few_kernel(
-    a_desc,  # fp8 [G, M, K] in boxes of a stage, [1, ROWS, 128 or 256]
+    a_desc,  # fp8 [G, M, K] in boxes of a stage's part, [1, ROWS / PARTS, 128 or 256]
     b_desc,  # fp8 [G, N, K] in boxes of a stage, [1, 64, 128 or 256]
-    scale_a_ptr,  # fp32 [G, cells of M, cells of K]; or [G, cells of K, M] in boxes of a stage
+    scale_a_ptr,  # fp32 [G, cells of M, cells of K]; or [G, cells of K, M] in boxes
     scale_b_ptr,  # fp32 [G, cells of K, cells of N]
     bias_ptr,  # [G, N], or None
     out_ptr,  # [S * G, M, N]
@@ -142,9 +157,10 @@ def scaled_mm_few_kernel(
     IS_EXACT: gl.constexpr,
     IS_COLUMN_MAJOR: gl.constexpr,  # whether scales of groups of rows have boxes
     MOST_STEPS: gl.constexpr,  # that a program may have; a power of two
+    PARTS: gl.constexpr,  # of a tile's rows
 ):
     """Programs that follow each other have parts of a tile, then of other rows, then columns."""
-    ROWS: gl.constexpr = a_desc.block_type.shape[1]
+    ROWS: gl.constexpr = PARTS * a_desc.block_type.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OF_ROW: gl.constexpr = gl.SliceLayout(0, ACC)
     OF_COLUMN: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -201,11 +217,12 @@ def scaled_mm_few_kernel(
         has_step = (step_of_b < STEPS * num_fills) & (first_step + step_of_b < end_step)
         scales_of_b = gl.load(of_steps, mask=has_step, other=0)
     if BY_THREADS:
-        lane_row = gl.minimum(first_row + gl.arange(0, ROWS, layout=THREADS), num_rows - 1)
+        lane_row = rows_of_tile(first_row, num_rows, ROWS, PARTS, THREADS)
+        lane_row = gl.minimum(lane_row, num_rows - 1)
         of_step_a += first_step.to(gl.int64) * stride_scale_a_group
         of_step_a += lane_row.to(gl.int64) * stride_scale_a_row
     ring = (a, b, factors_a, factors_b, full)
-    place = (a_desc, b_desc, scale_a_ptr, matrix, first_row, column, end_step)
+    place = (a_desc, b_desc, scale_a_ptr, matrix, first_row, column, num_rows, end_step)
     fence_async_shared()
     for fill in gl.static_range(AHEAD):
         if fill < num_fills:
@@ -232,7 +249,7 @@ def scaled_mm_few_kernel(
         thread_barrier()  # here, not before each load
 
     # what the end wants is under way while products are made
-    row = first_row + gl.arange(0, ROWS, layout=OF_ROW)
+    row = rows_of_tile(first_row, num_rows, ROWS, PARTS, OF_ROW)
     offs_n = column + gl.arange(0, BLOCK_N, layout=OF_COLUMN)
     mask_n = offs_n < num_columns
     if not HAS_GROUPS:
@@ -294,7 +311,7 @@ def scaled_mm_few_kernel(
     VEC: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
     OUT: gl.constexpr = gl.BlockedLayout([VEC, 1], [64 // VEC, VEC // 2], [1, 4], [0, 1])
     out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
-    row_out = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+    row_out = rows_of_tile(first_row, num_rows, ROWS, PARTS, gl.SliceLayout(0, OUT))
     column_out = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     stride_out_part = stride_out_part // VEC * VEC  # all rows begin at multiples of 16 bytes
     stride_out_row = stride_out_row // VEC * VEC

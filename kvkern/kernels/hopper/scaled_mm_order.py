@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from kvkern.kernels.hopper.scaled_mm_few import BLOCK_K
 from kvkern.kernels.hopper.scaled_mm_tiles import NARROW_ROWS as _NARROW_ROWS
+from kvkern.kernels.hopper.tile_rows import first_row_of_part
 
 HUGE = 2**21  # units, from which on an inverse of 24 bits may be off by more than one
 WAVE: gl.constexpr = gl.constexpr(64)  # rows that wgmma takes
@@ -192,7 +193,7 @@ def place_of_unit(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     """Matrix, first row, end of its rows, column tile, split and steps of a unit.
 
     Bands of row tiles, each column after column, expert after expert. Narrow tiles, the last
-    column's, come after all others.
+    column's, come after all others. Of a small tile no rows are past the last, but of experts'.
     """
     num_rows, num_columns, depth, num_matrices, num_splits, experts = shape
     BAND: gl.constexpr = ORDER.band
@@ -244,6 +245,8 @@ def place_of_unit(turn, shape, ORDER: gl.constexpr, WARPS: gl.constexpr):
     if ORDER.num_experts:
         start, end = rows_of(matrix, row_offsets_ptr, num_rows, num_matrices)
         row += start
+    elif max(ORDER.rows, ORDER.columns) < 256:  # in large ones the TMA has the time
+        row = first_row_of_part(row, 0, num_rows, ORDER.rows)
     return matrix, row, end, n, split, first_step, end_step
 
 

@@ -202,6 +202,11 @@ def rows_of_box(num_rows: int, tile: Tiles) -> int:
     return power_of_two(min(max(num_rows, 8), tile.rows))
 
 
+def num_parts_of_rows(num_rows: int, tile: Tiles) -> int:
+    """Boxes that few rows come in: two of 32 or more, whose scales are aligned in shared memory."""
+    return 2 if tile.is_few and rows_of_box(num_rows, tile) >= 64 else 1
+
+
 def _with_stages_of_few(tiles: Tiles, rows: int, steps: int, programs: int) -> Tiles:
     """As many as have room beside the SM's other programs, and as K has.
 
