@@ -79,7 +79,7 @@ def _fetch_rest(ring, empty, descs, most_tiles, num_columns, num_steps):
     COLUMNS: gl.constexpr = words.shape[2]
     stage = gl.minimum(num_steps, _AHEAD)
     phase = 1  # of the phase before a barrier's first, which has ended
-    due = 0  # the stage that comes next
+    due = 0  # the stage that comes next: so one more than _AHEAD are on their way
     phase_due = 0
     for tile in range(_num_tiles(most_tiles, num_columns, COLUMNS)):
         n0 = _first_column(tile, COLUMNS)
