@@ -2,7 +2,7 @@
 
 Kernels are compiled at first use, each for some seconds, in variants. Which one runs a step depends
 on its number of tokens by way of tiles alone, and tiles are chosen for that number's size class: a
-power of two up to 128, from there on a multiple of 128, as many as rows of the larger tiles.
+power of two up to 128, from there on a multiple of an eighth of the next one, or of 128.
 """
 
 from kvkern.errors import ArgumentError
@@ -24,8 +24,8 @@ def warm_up_sizes(max_tokens: int) -> list[int]:
         max_tokens: the most tokens of a step, >= 1.
 
     Returns:
-        Size classes below ``max_tokens``, rising, and ``max_tokens``: 1, 2, 4, ... 128, 256, 384,
-        512, ...: 8 numbers for 128, 23 for 2048, 71 for 8192.
+        Size classes below ``max_tokens``, rising, and ``max_tokens``: 1, 2, 4, ... 128, 160, 192,
+        224, 256, 320, ... 512, 640, 768, ...: 8 numbers for 128, 28 for 2048, 76 for 8192.
 
     Raises:
         ArgumentError: ``max_tokens`` is less than 1.
@@ -42,4 +42,5 @@ def size_class(num_tokens: int) -> int:
     """The number that tiles are chosen for: the smallest class that is not below."""
     if num_tokens <= _TILE:
         return 1 << max(num_tokens - 1, 0).bit_length()
-    return -(-num_tokens // _TILE) * _TILE
+    step = min((1 << (num_tokens - 1).bit_length()) // 8, _TILE)
+    return -(-num_tokens // step) * step

@@ -54,8 +54,8 @@ LAYERS = (  # N, K: DeepSeek-V3's
 
 def test_sizes_are_classes_up_to_the_most_tokens():
     assert warm_up_sizes(1) == [1] and warm_up_sizes(5) == [1, 2, 4, 5]
-    assert warm_up_sizes(300) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
-    assert [len(warm_up_sizes(most)) for most in (128, 2048, 8192)] == [8, 23, 71]
+    assert warm_up_sizes(300) == [1, 2, 4, 8, 16, 32, 64, 128, 160, 192, 224, 256, 300]
+    assert [len(warm_up_sizes(most)) for most in (128, 2048, 8192)] == [8, 28, 76]
     with pytest.raises(ArgumentError, match="max_tokens: want >= 1, got 0"):
         warm_up_sizes(0)
 

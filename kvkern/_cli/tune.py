@@ -20,7 +20,10 @@ LAYERS = (  # N, K: DeepSeek-V3's, and a square
     (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048),
     (36864, 7168), (7168, 18432), (8192, 8192),
 )  # fmt: skip
-ROWS = tuple(2**power for power in range(14))  # 1 to 8192
+ROWS = (  # a row of the table stands for fewer too: near each of them that takes other tiles
+    1, 2, 4, 8, 16, 32, 64, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1536, 2048, 3072,
+    4096, 8192,
+)  # fmt: skip
 # DeepGEMM compiles where it meets another number of rows, also while serving: only by name
 BACKENDS = tuple(b.name for b in TABLE["scaled_mm"] if b.name not in ("reference", "deepgemm"))
 _NEARLY = 0.99  # of the time of the first backend: for less gain its place in the table counts

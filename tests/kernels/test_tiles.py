@@ -259,10 +259,10 @@ def test_hopper_products_have_tiles_that_fit_an_sm_and_parts_that_are_not_empty(
     ):
         tiles = hopper_tiles(num_rows, num_columns, depth, sums, num_matrices)
         rows, columns, num_splits, stages, is_few, kept, has_turns, of_stage, extra = tiles
-        assert rows == 64 or num_rows > 64
+        assert rows == 64 or num_rows > 64 or (rows == 32 < num_rows and is_few)
         # a thread has at most 240 registers: a tile's sums, and beside them a product of 64 rows;
         # where one warpgroup has all 64, of as many rows of a or columns of b, a pair's two
-        groups = 1 if has_turns or rows == 64 else 2
+        groups = 1 if has_turns or rows <= 64 else 2
         of_product = 0 if sums == "fast" else 64 * columns / 128
         assert rows * (columns + extra) / 128 / groups + of_product * of_stage <= 200
         assert extra == 0 or (rows == 128 and not has_turns and not kept and num_splits == 1)
@@ -293,8 +293,9 @@ def test_hopper_products_of_few_rows_leave_no_room_for_one_more_program(sums):
     for num_rows, (num_columns, depth) in itertools.product([1, 8, 16, 24, 32, 64], layers):
         tiles = hopper_tiles(num_rows, num_columns, depth, sums)
         if tiles.is_few:
-            programs = -(-num_columns // 64 * tiles.num_splits // 132)
-            rows = power_of_two(max(num_rows, 8))
+            of_rows = -(-num_rows // tiles.rows)
+            programs = -(-num_columns // 64 * of_rows * tiles.num_splits // 132)
+            rows = min(power_of_two(max(num_rows, 8)), tiles.rows)
             ring = tiles.stages * tiles.steps * ((rows + 64) * 128 + 4 * max(rows, 32))
             assert programs <= 3 and 228 * 1024 // (ring + 2048) == programs
 
@@ -390,20 +391,23 @@ def test_hopper_tiles_of_experts_fit_an_sm_and_grow_with_their_rows(in_tensor_co
     [  # the fastest of those measured on an H200: rows and columns of a tile, parts of K, the few's
         (1, 2112, 7168, (64, 64, 4, True), (64, 64, 4, True), (64, 64, 4, True)),
         (16, 4096, 7168, (64, 64, 1, True), (64, 64, 1, True), (64, 64, 1, True)),
-        (64, 4096, 7168, (64, 64, 1, True), (64, 64, 1, True), (64, 32, 1, False)),
+        (64, 4096, 7168, (32, 64, 1, True), (32, 64, 1, True), (32, 64, 1, True)),
         (64, 7168, 16384, (64, 64, 1, True), (64, 64, 1, True), (64, 64, 1, True)),
         (64, 2112, 7168, (64, 64, 4, True), (64, 64, 4, True), (64, 64, 4, True)),
         (128, 2112, 7168, (64, 64, 2, True), (64, 32, 1, False), (64, 32, 1, False)),
         (128, 24576, 1536, (64, 128, 1, False), (64, 128, 1, False), (64, 128, 1, False)),
         (128, 7168, 16384, (64, 128, 1, False), (64, 128, 1, False), (64, 128, 1, False)),
-        (128, 4096, 7168, (64, 64, 1, True), (64, 64, 1, True), (64, 64, 1, False)),
+        (128, 4096, 7168, (64, 64, 1, True), (64, 64, 1, False), (64, 64, 1, False)),
         (128, 7168, 2048, (128, 64, 1, True), (64, 64, 1, True), (64, 128, 1, False)),
-        (256, 2112, 7168, (64, 64, 1, True), (64, 64, 1, True), (64, 64, 1, False)),
+        (256, 2112, 7168, (64, 64, 1, True), (64, 64, 1, False), (64, 64, 1, False)),
+        (160, 24576, 1536, (64, 128, 1, False), (64, 128, 1, False), (64, 128, 1, False)),
+        (320, 14336, 4096, None, (64, 128, 1, False), (64, 128, 1, False)),
+        (384, 32768, 512, None, (128, 128, 1, False), (128, 128, 1, False)),
         (256, 24576, 1536, (128, 128, 1, False), (128, 128, 1, False), (128, 128, 1, False)),
         (256, 7168, 16384, (128, 128, 1, False), (128, 128, 1, False), (128, 128, 1, False)),
         (256, 4096, 7168, (64, 128, 1, False), (64, 128, 1, False), (64, 128, 1, False)),
         (2048, 7168, 2048, (128, 128, 1, False), None, None),
-        (2048, 7168, 16384, (128, 128, 1, False), None, (256, 128, 1, False)),
+        (2048, 7168, 16384, (128, 128, 1, False), None, (128, 128, 1, False)),
         (512, 2112, 7168, None, (128, 64, 1, False), (128, 64, 1, False)),
         (512, 4096, 7168, None, (128, 128, 1, False), (128, 128, 1, False)),
         (512, 7168, 16384, None, (256, 128, 1, False), (256, 128, 1, False)),

@@ -291,9 +291,12 @@ def test_hopper_takes_odd_rows_tails_and_rows_apart(m, n, k, scaling):
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", ["exact", "fast"])
 @pytest.mark.parametrize("scaling", SCALINGS[:3], ids=" x ".join)
-@pytest.mark.parametrize(("n", "k"), [(7168, 2048), (4096, 7168), (2112, 1152)])
 @pytest.mark.parametrize(
-    ("m", "more"), [(33, 64), (47, 64), (65, 128), (100, 128), (129, 256), (257, 384)]
+    ("n", "k"), [(7168, 2048), (4096, 7168), (2112, 1152), (14336, 4096), (18432, 2048)]
+)
+@pytest.mark.parametrize(
+    ("m", "more"),
+    [(33, 64), (47, 64), (65, 128), (100, 128), (129, 160), (230, 256), (257, 320), (330, 384)],
 )
 def test_hopper_makes_of_rows_the_same_where_there_are_more(m, more, n, k, scaling, accumulation):
     """Where a tile has fewer rows than room, parts of it have some of them again."""
@@ -816,7 +819,7 @@ def test_rows_that_stay_where_sums_are_short(m, n, of_matrices, k, scaling, accu
 @pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(
     ("m", "n", "k", "of_matrices"),  # of 132 programs each has 1 or 2, 6 or 7, 1 or 2 tiles
-    [(512, 4608, 1040, 1), (512, 9000, 640, 3), (600, 1160, 768, 3)],
+    [(512, 7168, 1040, 1), (512, 9000, 640, 3), (600, 1160, 768, 4)],
 )
 def test_warpgroups_that_take_turns(m, n, k, of_matrices, out_dtype, scaling):
     assert_right_of_tiles(
@@ -832,7 +835,7 @@ def test_warpgroups_that_take_turns(m, n, k, of_matrices, out_dtype, scaling):
 )
 @pytest.mark.parametrize(
     ("m", "n", "k", "of_matrices"),  # 4 or 5, 8 or 9, 1 or 2 tiles a program
-    [(1500, 4600, 512, 3), (3999, 9208, 640, 1), (3999, 2040, 1200, 1)],
+    [(1500, 4600, 512, 3), (3999, 9208, 640, 1), (3999, 2040, 2496, 1)],
 )
 def test_results_held_until_the_next_tiles_products(
     m, n, k, of_matrices, out_dtype, scaling, accumulation

@@ -51,12 +51,12 @@ from kvkern.kernels.hopper.scaled_mm_order import (
     WAVE,
     Order,
     first_extra_column,
-    first_row_of,
     has_two,
     has_two_products,
     is_transposed,
     num_rounds,
     place_of_unit,
+    row_of_wave,
     share_out,
     transposed_order,
     where_to,
@@ -188,10 +188,10 @@ def _make_tile(
 ):  # fmt: skip
     """A warpgroup's part of a tile, of COLUMNS columns. The ring's place after it."""
     staged, of_columns, _, _ = ends
-    _, num_columns, _, _, _, _ = shape
+    num_rows, num_columns, _, _, _, _ = shape
     _, _, bias_ptr = scales
     matrix, row, _, n, _, first_step, end_step = place
-    row += first_row_of(which, ORDER)
+    row = row_of_wave(row, which, num_rows, ORDER)
     num_steps = end_step - first_step
     BLOCK_N: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
@@ -270,9 +270,10 @@ def _make_held_tile(
     Between the products of two tiles there is then little else. Also where the next tile is.
     """
     staged, of_columns, _, _ = ends
+    num_rows, _, _, _, _, _ = shape
     _, _, bias_ptr = scales
     matrix, row, _, n, _, first_step, end_step = place
-    row += first_row_of(which, ORDER)
+    row = row_of_wave(row, which, num_rows, ORDER)
     num_steps = end_step - first_step
     COLUMNS: gl.constexpr = ORDER.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
@@ -658,7 +659,7 @@ def _call(
         return {f"stride_{name}_{dim}": 0 if size == 1 else step for dim, size, step in pairs}
 
     of_k = 128 * tiles.steps
-    num_parts = num_parts_of_rows(num_rows, tiles)
+    num_parts = 1 if row_offsets is not None else num_parts_of_rows(num_rows, num_columns, tiles)
     arguments: dict[str, Any] = {
         "a_desc": matrix_descriptor(a, (rows_of_box(num_rows, tiles) // num_parts, of_k)),
         "b_desc": matrix_descriptor(b.mT, (tiles.columns, of_k)),
@@ -675,7 +676,9 @@ def _call(
         "STAGES": tiles.stages,
         "HAS_GROUPS": cell_a[1] > 0,
         "IS_EXACT": is_exact,
-        **_scales_of_rows(scale_a, cell_a[1] > 0, row_offsets is not None, num_rows, tiles),
+        **_scales_of_rows(
+            scale_a, cell_a[1] > 0, row_offsets is not None, num_rows, num_parts, tiles
+        ),
     }
     tiles_n = triton.cdiv(num_columns, tiles.columns + tiles.extra)
     num_units = triton.cdiv(num_rows, tiles.rows) * tiles_n * num_matrices * tiles.num_splits
@@ -683,7 +686,9 @@ def _call(
         arguments |= _rest_of_few(depth, out, tiles) | {"PARTS": num_parts}
         maxnreg = 168 if tiles.rows == 128 else 128  # sums of 128 rows are 64 of them
         return (num_units,), arguments, _options(maxnreg)
-    arguments |= _rest_of_many(arguments, b, row_offsets, bias, out, tiles, tiles_n, num_sms)
+    arguments |= _rest_of_many(
+        arguments, b, row_offsets, bias, out, tiles, tiles_n, num_parts, num_sms
+    )
     num_programs = num_sms if row_offsets is not None else min(num_units, num_sms)
     return (num_programs,), arguments, _options(168)
 
@@ -693,7 +698,12 @@ def _options(maxnreg: int) -> dict[str, Any]:
 
 
 def _scales_of_rows(
-    scale_a: Tensor, has_groups: bool, is_grouped: bool, num_rows: int, tiles: Tiles
+    scale_a: Tensor,
+    has_groups: bool,
+    is_grouped: bool,
+    num_rows: int,
+    num_parts: int,
+    tiles: Tiles,
 ) -> dict[str, Any]:
     """Where they are, or boxes of them.
 
@@ -703,10 +713,8 @@ def _scales_of_rows(
     is_sooner_copied = tiles.is_few and num_rows <= 8
     if not has_groups or is_grouped or is_sooner_copied or not _is_column_major(scale_a):
         return {"scale_a_ptr": scale_a, "IS_COLUMN_MAJOR": False}
-    box = (tiles.steps, tiles.rows)
-    if tiles.is_few:
-        num_parts, rows = num_parts_of_rows(num_rows, tiles), rows_of_box(num_rows, tiles)
-        box = (1, rows // num_parts) if num_parts > 1 else (tiles.steps, num_scales(rows))
+    rows = rows_of_box(num_rows, tiles) if tiles.is_few else tiles.rows
+    box = (1, rows // num_parts) if num_parts > 1 else (tiles.steps, num_scales(rows))
     of_steps = matrix_descriptor(scale_a.mT, box, is_swizzled=False)
     return {"scale_a_ptr": of_steps, "IS_COLUMN_MAJOR": True}
 
@@ -731,6 +739,7 @@ def _rest_of_many(
     out: Tensor,
     tiles: Tiles,
     tiles_n: int,
+    num_parts: int,
     num_sms: int,
 ) -> dict[str, Any]:
     """Arguments that only the other kernel has, or has otherwise."""
@@ -786,6 +795,7 @@ def _rest_of_many(
         divides=tiles.kept > 0 or units_of_class >= HUGE,
         held=held,
         shift=shifts.get((common["IS_COLUMN_MAJOR"], bias is not None), 0),
+        parts=num_parts,
     )
     rest: dict[str, Any] = {
         "out_desc": (slices_descriptor if is_grouped else matrix_descriptor)(parts, box),
@@ -848,6 +858,8 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("groups-row-bias", 4096, 4096, 7168, {"of_groups": "row", "has_bias": True}),
         ("groups-short", 4096, 32768, 512, {"of_groups": "column"}),
         ("groups-short", 128, 32768, 512, {"of_groups": "row"}),
+        ("groups-once", 256, 14336, 4096, {"of_groups": "column", "has_bias": True}),
+        ("fast-once", 256, 14336, 4096, {"has_bias": True}),
         ("groups-short-row", 4096, 32768, 512, {"of_groups": "row", "budget": _OF_KEPT}),
         ("groups-narrow", 4096, 2112, 7168, {"of_groups": "row"}),
         ("groups-fp32", 4096, 24576, 7168, {"of_groups": "row", "dtype": fp32, "has_bias": True}),

@@ -38,12 +38,22 @@ class Order(NamedTuple):
     divides: bool  # numbers of units as integers, not by an inverse
     held: int  # boxes of a result that a warpgroup stores under the next tile's products, or 0
     shift: int  # instructions that move the second warpgroup's code
+    parts: int  # of a tile's rows, each of which ends with the last row (``tile_rows``)
 
 
 @gluon.constexpr_function
 def first_row_of(which, order):
     """Of a warpgroup in a tile, whose rows are shared out if there are more than 64."""
     return which * order.rows // 2 if order.rows > 64 and not order.has_turns else 0
+
+
+@gluon.jit
+def row_of_wave(row, which, num_rows, ORDER: gl.constexpr):
+    """Where a warpgroup's rows of a tile begin in its matrix."""
+    if ORDER.parts > 1 and which > 0:
+        return first_row_of_part(row, which, num_rows, ORDER.rows // ORDER.parts)
+    else:
+        return row + first_row_of(which, ORDER)
 
 
 @gluon.constexpr_function

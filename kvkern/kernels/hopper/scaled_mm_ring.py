@@ -19,6 +19,7 @@ from kvkern.kernels.hopper.scaled_mm_order import (
     place_of_unit,
 )
 from kvkern.kernels.hopper.scaled_mm_sums import narrow_operands
+from kvkern.kernels.hopper.tile_rows import first_row_of_part
 
 
 @gluon.jit
@@ -41,7 +42,7 @@ def begin_ring(
     gl.static_assert(AHEAD <= STAGES)
     matrix, first_row, _, n, _, first_step, end_step = place
     of_rows = _matrix_of_rows(matrix, ORDER)
-    at = (of_rows, matrix, first_row, n, num_columns)
+    at = (of_rows, matrix, first_row, n, num_rows, num_columns)
     end_step = gl.where(rounds > 0, end_step, first_step)
     num_steps = end_step - first_step
     if AHEAD and HAS_GROUPS:  # under way while barriers are made
@@ -133,7 +134,7 @@ def fetch(
         has_rows = (matrix == matrix_before) & (first_row == row_before) & (ORDER.kept > 0)
         matrix_before = matrix
         row_before = first_row
-        at = (of_rows, matrix, first_row, n, num_columns)
+        at = (of_rows, matrix, first_row, n, num_rows, num_columns)
         for step in range(first_due, end_step, STEPS):
             cells = (of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group)
             of_a, of_b, scale_b = _fetch_stage(
@@ -158,7 +159,7 @@ def _fetch_stage(
     """Fill a stage. ``cells`` are the scales' places, which come back as the next stage's."""
     _, _, _, factors_a, factors_b, full, empty, _ = ring
     of_a, of_b, scale_b, step_of_a, step_of_b, a_group, b_group = cells
-    _, _, _, n, num_columns = at
+    _, _, _, n, _, num_columns = at
     STEPS: gl.constexpr = ORDER.steps
     mbarrier.wait(empty.index(stage), phase)
     bar = full.index(stage)
@@ -189,9 +190,12 @@ def _load_stage(
     """What the TMA fetches for a tile that is not narrow, and how much that is."""
     a, b, extra, factors_a, _, full, _, _ = ring
     a_desc, b_desc, extra_desc = descs
-    of_rows, matrix, first_row, n, num_columns = at
+    of_rows, matrix, first_row, n, num_rows, num_columns = at
+    PARTS: gl.constexpr = ORDER.parts
+    OF_PART: gl.constexpr = ORDER.rows // PARTS
     BOX_M: gl.constexpr = a_desc.block_type.shape[1]
-    OF_A: gl.constexpr = a_desc.block_type.nbytes + _bytes_of_scales(IS_COLUMN_MAJOR, ORDER)
+    OF_SCALES: gl.constexpr = _bytes_of_scales(IS_COLUMN_MAJOR, ORDER)
+    OF_A: gl.constexpr = PARTS * a_desc.block_type.nbytes + OF_SCALES
     OF_B: gl.constexpr = (ORDER.columns + ORDER.extra) * ORDER.steps * BLOCK_K
     bar = full.index(stage)
     place = step if ORDER.kept else stage
@@ -201,12 +205,14 @@ def _load_stage(
     else:
         mbarrier.expect(bar, OF_A + OF_B)
     if not has_rows:
-        box = a.index(place).slice(0, BOX_M, dim=1)  # no more rows are ever stored
-        load_tile(a_desc, [of_rows, first_row, k], bar, box)
+        for part in gl.static_range(PARTS):
+            row = first_row_of_part(first_row, part, num_rows, BOX_M) if part else first_row
+            box = a.index(place).slice(part * BOX_M, BOX_M, dim=1)  # no more rows are ever stored
+            load_tile(a_desc, [of_rows, row, k], bar, box)
+            if IS_COLUMN_MAJOR:
+                factors = factors_a.index(place).slice(part * OF_PART, OF_PART, dim=2)
+                load_tile(scale_a, [of_rows, step, row], bar, factors)
     _load_boxes(b_desc, matrix, n * ORDER.columns, k, bar, b.index(stage))
-    if IS_COLUMN_MAJOR:
-        if not has_rows:
-            load_tile(scale_a, [of_rows, step, first_row], bar, factors_a.index(place))
     if ORDER.extra:
         at_extra = [matrix, first_extra_column(n, num_columns, ORDER), k]
         load_tile(extra_desc, at_extra, bar, extra.index(stage))
@@ -219,7 +225,7 @@ def _load_narrow_stage(
     """The same for one that is."""
     a, b, _, factors_a, _, full, _, _ = ring
     a_desc, b_desc, _ = descs
-    of_rows, matrix, first_row, n, _ = at
+    of_rows, matrix, first_row, n, _, _ = at
     OF_SCALES: gl.constexpr = _bytes_of_scales(IS_COLUMN_MAJOR, ORDER)
     OF_NARROW: gl.constexpr = (NARROW_ROWS + WAVE) * BLOCK_K + OF_SCALES
     bar = full.index(stage)
@@ -261,7 +267,12 @@ def _cells_of_a(
     """Where the scales of stages are, by lanes, and which of their steps each is of."""
     a_matrix, a_row, a_group, _, _, _, _ = strides
     lane = gl.arange(0, STAGES * ORDER.steps * ORDER.rows, layout=LAYOUT)
-    row = gl.minimum(first_row + lane % ORDER.rows, num_rows - 1)
+    row = first_row + lane % ORDER.rows
+    if ORDER.parts > 1:
+        OF_PART: gl.constexpr = ORDER.rows // ORDER.parts
+        part = lane % ORDER.rows // OF_PART
+        row = first_row_of_part(first_row, part, num_rows, OF_PART) + lane % OF_PART
+    row = gl.minimum(row, num_rows - 1)
     step_of_a = lane // ORDER.rows
     of_a = scale_a_ptr + of_rows.to(gl.int64) * a_matrix
     of_a += (first_step + step_of_a).to(gl.int64) * a_group

@@ -32,15 +32,16 @@ class Tiles(NamedTuple):
 
 _SHARED_BYTES = 232_448
 # ns of a step of a tile of as many rows and columns, with sums in the tensor core, and with others;
-# of tiles that take as long the first is chosen
+# of tiles that take as long the first is chosen. Of what was measured for ten layers with 128 to
+# 3072 rows, these and ``_END_NS`` choose what takes 0.4% longer than the fastest, in the mean
 _STEP_NS = {
     True: {
         (128, 256): 660, (256, 128): 660, (128, 128): 360, (128, 64): 225, (128, 32): 205,
         (64, 128): 200,
     },
     False: {
-        (256, 128): 690, (128, 128): 400, (128, 64): 280, (128, 32): 245, (64, 128): 230,
-        (64, 64): 170, (64, 32): 127,
+        (256, 128): 735, (128, 128): 400, (128, 64): 280, (128, 32): 245, (64, 128): 230,
+        (64, 64): 150, (64, 32): 127,
     },
 }  # fmt: skip
 _FEW = Tiles(64, 64, 1, 0, is_few=True)
@@ -50,7 +51,10 @@ _STEP_NS_OF_EXPERTS = {  # the same, where b is not read again by others
 }
 _STEP_NS_IN_TURNS = 365  # of 128 x 128
 _END_NS_IN_TURNS = 2400  # under the other's products, if these take as long
+# of a tile by its longer side, if that is 256, or its rows: as times of 160 to 2048 rows have it
+_END_NS = {64: 400, 128: 640, 256: 2400}
 _END_NS_HELD = 550  # scaling and rounding: the rest is done under the next tile's products
+_END_NS_HELD_OFTEN = 880  # where K has four steps or fewer
 
 
 @lru_cache(maxsize=4096)  # a choice takes the host up to 0.3 ms
@@ -114,27 +118,30 @@ def choose_tiles(
         of_steps = rounds * max(of_step, num_sms * of_b) + of_narrow * of_step
         if left > 0:
             of_steps += max(of_step, left * of_b)
-        of_end = 1500 if max(rows, columns) == 256 else 800
+        of_end = _END_NS[256 if max(rows, columns) == 256 else rows]
         of_ends = 500 + of_end  # and the start of a warp that fetches
         if num_held(
             tile, steps, rounds=math.ceil(count / num_sms), is_narrow=is_narrow,
             sums_in_tensor_core=sums_in_tensor_core,
         ):  # fmt: skip
-            of_end = _END_NS_HELD
+            of_end = _END_NS_HELD_OFTEN if steps <= 4 else _END_NS_HELD
         of_ends += (math.ceil(count / num_sms) - 1) * of_end
         return float(triton.cdiv(steps, num_splits) * of_steps + of_ends + of_sum)
 
     step_ns = _STEP_NS[sums_in_tensor_core]
     most_splits = max(min(steps // 4, MOST_SPLITS), 1) if can_split else 1
-    few = triton.cdiv(num_rows, 64) * triton.cdiv(num_columns, 64) * num_matrices  # programs
+    of_columns = triton.cdiv(num_columns, 64) * num_matrices
+    few = triton.cdiv(num_rows, 64) * of_columns  # programs
     most_of_few = most_splits
     if num_rows > 64:
         most_of_few = min(most_splits, (2 if num_rows <= 128 else 1) * num_sms // few)
     tiles = [_FEW._replace(num_splits=n) for n in (1, 2, 4, 8, 16) if n <= most_of_few]
+    if 32 < num_rows <= 64 and 2 * few <= num_sms:  # few columns would leave SMs idle
+        tiles.append(_FEW._replace(rows=32))
     if sums_in_tensor_core and 64 < num_rows <= 128 and few <= 2 * num_sms:
         tiles.append(_FEW._replace(rows=128))
     for rows, columns in step_ns:
-        fewest = 1 if rows == 64 and columns <= 64 else 257 if columns == 256 else 65
+        fewest = 257 if columns == 256 else 65
         if num_rows >= fewest and (columns < 256 or steps > 3):
             tile = Tiles(rows, columns, 1, 0, steps=_steps_of_stage(rows, sums_in_tensor_core))
             tiles += [tile._replace(num_splits=n) for n in (1, 2, 4, 8) if n <= most_splits]
@@ -144,7 +151,9 @@ def choose_tiles(
         tiles.append(Tiles(128, 128, 1, 0, has_turns=True))
     best = min(tiles, key=ns)
     if best.is_few:
-        programs = triton.cdiv(few * 64 // best.rows * best.num_splits, num_sms)
+        programs = triton.cdiv(
+            triton.cdiv(num_rows, best.rows) * of_columns * best.num_splits, num_sms
+        )
         return _with_stages_of_few(best, rows_of_box(num_rows, best), steps, programs)
     most = 14 if best.steps == 2 else 11 if sums_in_tensor_core or best.rows == 64 else 8
     in_ring = min(_most_stages(best.rows, best.columns + best.extra, _SHARED_BYTES), most)
@@ -202,9 +211,17 @@ def rows_of_box(num_rows: int, tile: Tiles) -> int:
     return power_of_two(min(max(num_rows, 8), tile.rows))
 
 
-def num_parts_of_rows(num_rows: int, tile: Tiles) -> int:
-    """Boxes that few rows come in: two of 32 or more, whose scales are aligned in shared memory."""
-    return 2 if tile.is_few and rows_of_box(num_rows, tile) >= 64 else 1
+def num_parts_of_rows(num_rows: int, num_columns: int, tile: Tiles) -> int:
+    """Boxes of 32 or more, whose scales are aligned in shared memory, that a tile's rows come in.
+
+    Of two warpgroups each has one, where one tile has all rows; of more the last begins sooner.
+    Where registers are short, as of tiles beside narrow ones, there is one box.
+    """
+    if tile.is_few:
+        return 2 if rows_of_box(num_rows, tile) >= 64 else 1
+    is_one = max(tile.rows // 2, 64) < num_rows <= tile.rows
+    is_narrow = tile.rows == 256 and has_narrow(num_columns, tile, sums_in_tensor_core=False)
+    return 2 if is_one and not is_narrow and not tile.has_turns else 1
 
 
 def _with_stages_of_few(tiles: Tiles, rows: int, steps: int, programs: int) -> Tiles:
