@@ -197,7 +197,7 @@ def _step_of_few(
 ) -> float:
     """ns: of a program alone, or by what its SM takes in, or by what memory gives."""
     programs = triton.cdiv(count, num_sms)
-    taken_in = programs * (rows + 64) * 128 / 122
+    taken_in = programs * (rows + 64) * 128 / 114
     memory = 4000 if 4 * count > 3 * num_sms and rows <= 64 else 3600  # bytes a ns
     of_b = count / tiles_m * 64 * 128 / memory
     if sums_in_tensor_core:
