@@ -2,7 +2,7 @@
 
 Kernels are compiled at first use, each for some seconds, in variants. Which one runs a step depends
 on its number of tokens by way of tiles alone, and tiles are chosen for that number's size class: a
-power of two up to 128, from there on a multiple of an eighth of the next one, or of 128.
+power of two up to 128, from there on a multiple of an eighth of the next one, at most of 128.
 """
 
 from kvkern.errors import ArgumentError

@@ -831,13 +831,14 @@ _BUDGET = spills("128 registers of few rows; looking for one of 1024 experts", 0
 _OF_KEPT = spills("once a tile, beside what is held and a's steps are kept", 160, newer=288)
 _OF_EXPERTS = spills("looking for one of 1024 experts beside what is held", 768, newer=1040)
 _ONCE = spills("once a tile, by the warp that fetches", 0, newer=128)
+_PARTS = spills("before the warps part, one number a step by the warp that fetches", 0, newer=64)
 
 
 def shipped_configs(capability: int) -> Iterator[KernelConfig]:
     """Each kind of sum, both dtypes of an operand, tiles of each size, split and not."""
     if capability != 90:
         return
-    fp16, fp32 = torch.float16, torch.float32
+    fp16, fp32, bias = torch.float16, torch.float32, {"has_bias": True}
     calls: list[tuple[str, int, int, int, dict[str, Any]]] = [
         ("fast", 4096, 4096, 7168, {}),
         ("fast-narrow", 4096, 2112, 7168, {}),
@@ -867,7 +868,7 @@ def shipped_configs(capability: int) -> Iterator[KernelConfig]:
         ("fast-extra", 128, 36864, 7168, {}),
         ("fast-extra", 2048, 2112, 7168, {"has_bias": True}),
         ("exact-extra", 256, 36864, 7168, {"is_exact": True, "dtype": fp32, "has_bias": True}),
-        ("groups-extra", 128, 36864, 7168, {"of_groups": "column", "has_bias": True}),
+        ("groups-extra", 128, 36864, 7168, {"of_groups": "column", "budget": _PARTS} | bias),
         ("groups-extra", 256, 36864, 7168, {"of_groups": "row"}),
         ("fast-narrow-fp32", 4096, 2112, 7168, {"dtype": fp32}),
         ("fast", 128, 7168, 16384, {"has_bias": True}),
