@@ -151,7 +151,7 @@ def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NxK",
         help="out_features x in_features (default: those of DeepSeek V3)",
     )
-    add("--rows", nargs="+", type=_count, metavar="M", help="default: 22 numbers, 1 to 8192")
+    add("--rows", nargs="+", type=_count, metavar="M", help="default: 1 to 8192")
     add(
         "--backends",
         nargs="+",

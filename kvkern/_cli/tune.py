@@ -20,7 +20,7 @@ LAYERS = (  # N, K: DeepSeek-V3's, and a square
     (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048),
     (36864, 7168), (7168, 18432), (8192, 8192),
 )  # fmt: skip
-ROWS = (  # a row of the table stands for fewer too: near each of them that takes other tiles
+ROWS = (  # closer where tiles change with them: a row of the table stands for fewer rows too
     1, 2, 4, 8, 16, 32, 64, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1536, 2048, 3072,
     4096, 8192,
 )  # fmt: skip

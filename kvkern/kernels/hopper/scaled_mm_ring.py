@@ -19,7 +19,7 @@ from kvkern.kernels.hopper.scaled_mm_order import (
     place_of_unit,
 )
 from kvkern.kernels.hopper.scaled_mm_sums import narrow_operands
-from kvkern.kernels.hopper.tile_rows import first_row_of_part
+from kvkern.kernels.hopper.tile_rows import first_row_of_part, row_in_matrix
 
 
 @gluon.jit
@@ -267,11 +267,11 @@ def _cells_of_a(
     """Where the scales of stages are, by lanes, and which of their steps each is of."""
     a_matrix, a_row, a_group, _, _, _, _ = strides
     lane = gl.arange(0, STAGES * ORDER.steps * ORDER.rows, layout=LAYOUT)
-    row = first_row + lane % ORDER.rows
+    row = lane % ORDER.rows
     if ORDER.parts > 1:
-        OF_PART: gl.constexpr = ORDER.rows // ORDER.parts
-        part = lane % ORDER.rows // OF_PART
-        row = first_row_of_part(first_row, part, num_rows, OF_PART) + lane % OF_PART
+        row = row_in_matrix(first_row, row, num_rows, ORDER.rows // ORDER.parts)
+    else:
+        row = first_row + row
     row = gl.minimum(row, num_rows - 1)
     step_of_a = lane // ORDER.rows
     of_a = scale_a_ptr + of_rows.to(gl.int64) * a_matrix

@@ -19,10 +19,15 @@ def first_row_of_part(first_row, part, num_rows, size):
 
 
 @gluon.jit
+def row_in_matrix(first_row, row, num_rows, OF_PART: gl.constexpr):
+    """The matrix's row that is a tile's ``row``, or one behind its last; parts have OF_PART."""
+    return first_row_of_part(first_row, row // OF_PART, num_rows, OF_PART) + row % OF_PART
+
+
+@gluon.jit
 def rows_of_tile(
     first_row, num_rows, ROWS: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """The matrix's row that is each of the tile's, or one behind its last."""
-    OF_PART: gl.constexpr = ROWS // PARTS
+    """The same of each of the tile's."""
     row = gl.arange(0, ROWS, layout=LAYOUT)
-    return first_row_of_part(first_row, row // OF_PART, num_rows, OF_PART) + row % OF_PART
+    return row_in_matrix(first_row, row, num_rows, ROWS // PARTS)
